@@ -1,0 +1,1 @@
+"""Pure tensor functions: advantages, policy losses, aggregation, KL."""

@@ -1,0 +1,1 @@
+"""Checkpoint format, reader and writer."""

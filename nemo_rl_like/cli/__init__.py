@@ -1,0 +1,1 @@
+"""The nrl command line: parses, calls, prints."""

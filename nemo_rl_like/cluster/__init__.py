@@ -1,0 +1,1 @@
+"""Ray topology and worker groups."""

@@ -1,0 +1,1 @@
+"""The Environment interface, its registry and the process pool it runs in."""

@@ -1,0 +1,1 @@
+"""Engines that sample from a policy: embedded and vLLM."""

@@ -1,0 +1,1 @@
+"""One spec rendered for local, Slurm, Kubernetes and containers."""

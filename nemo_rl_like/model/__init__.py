@@ -1,0 +1,1 @@
+"""Megatron models: factory, layouts, weight map, heads, decode step."""

@@ -1,0 +1,1 @@
+"""Planner and runner of typed stages: cache, resume, lineage."""

@@ -1,0 +1,1 @@
+"""The trainable model as a service over a worker group."""

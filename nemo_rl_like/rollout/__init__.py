@@ -1,0 +1,1 @@
+"""Episodes and the runner that makes token batches of them."""

@@ -1,0 +1,1 @@
+"""The experiment spec: pydantic models and YAML loading."""

@@ -1,0 +1,472 @@
+"""The experiment spec: one typed vocabulary for every backend. Units stand in each field's help."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from nemo_rl_like.spec.base import Spec
+
+DType = Literal["float32", "bfloat16"]
+
+
+class ModelInitSpec(Spec):
+    """A model made from scratch."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    """Architecture family."""
+    hidden_size: PositiveInt = 192
+    """Width of the residual stream, in channels."""
+    intermediate_size: PositiveInt = 512
+    """Width of the feed-forward layer, in channels."""
+    layers: PositiveInt = 5
+    """Number of decoder layers."""
+    heads: PositiveInt = 6
+    """Number of query heads."""
+    kv_heads: PositiveInt = 6
+    """Number of key/value heads; must divide `heads`."""
+    head_dim: PositiveInt = 32
+    """Width of one head, in channels."""
+    max_positions: PositiveInt = 256
+    """Longest context, in tokens."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position embedding."""
+    tie_embeddings: bool = True
+    """Share the input embedding and the output head."""
+
+
+class TokenizerSpec(Spec):
+    """Where the tokenizer comes from, when it is not the model folder's own."""
+
+    path: str | None = None
+    """Folder with a Hugging Face tokenizer."""
+    characters: str | None = None
+    """Make a character tokenizer over this alphabet (with pad, begin and end tokens and a plain chat template)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizerSpec:
+        if (self.path is None) == (self.characters is None):
+            raise ValueError("give exactly one of `path` and `characters`")
+        return self
+
+
+class ModelSpec(Spec):
+    """The policy's model: a Hugging Face folder or one made from scratch."""
+
+    path: str | None = None
+    """Hugging Face folder (config.json, safetensors, tokenizer)."""
+    init: ModelInitSpec | None = None
+    """Make the model from scratch instead of reading `path`."""
+    tokenizer: TokenizerSpec | None = None
+    """Tokenizer; default: the one in `path`."""
+    dtype: DType = "float32"
+    """Parameter and activation type."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSpec:
+        if (self.path is None) == (self.init is None):
+            raise ValueError("give exactly one of `path` and `init`")
+        if self.init is not None and self.tokenizer is None:
+            raise ValueError("a model from scratch (`init`) needs `tokenizer`")
+        return self
+
+
+class LayoutSpec(Spec):
+    """How the model is split over ranks; world size = dp * pp * tp."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel stages."""
+    dp: PositiveInt = 1
+    """Data-parallel ranks."""
+
+
+class PolicySpec(Spec):
+    """The trainable model as a service."""
+
+    layout: LayoutSpec = LayoutSpec()
+    """Parallel layout."""
+    rows: Literal["shared_prefix", "packed", "padded"] = "shared_prefix"
+    """How rows share a forward pass: one prompt for its samples, laid end to end, or padded."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Token budget of one forward-backward pass on one rank, in tokens; one longer row still makes a pass of its own."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose vocabulary-sized logits exist at once, in tokens."""
+    threads_per_rank: NonNegativeInt = 0
+    """CPU threads of one rank; 0 = all cores divided by ranks."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over data-parallel ranks."""
+
+
+class ClusterSpec(Spec):
+    """Where workers run."""
+
+    address: str | None = None
+    """Ray address to join; default: start a local Ray."""
+    devices: PositiveInt | None = None
+    """Devices that ranks may use; default: visible GPUs, or CPU cores on a machine without one."""
+    auth: Literal["disabled", "token"] = "disabled"
+    """Ray's authentication mode, always set explicitly; `token` for a cluster of several hosts."""
+    object_store_gib: PositiveFloat = 1.0
+    """Size of the local Ray object store, in GiB."""
+    start_timeout_s: PositiveFloat = 180.0
+    """Longest wait for Ray and for workers to start, in seconds."""
+    step_timeout_s: PositiveFloat = 3600.0
+    """Longest wait for one part of a step, in seconds."""
+
+
+class EngineSpec(Spec):
+    """What samples from the policy."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """`embedded` decodes on the policy's own weights; `vllm` runs vLLM beside it."""
+    replicas: PositiveInt = 1
+    """vLLM replicas."""
+    max_context: PositiveInt | None = None
+    """Longest prompt plus response, in tokens; default: the model's."""
+    max_batch_rows: PositiveInt = 256
+    """Rows decoded at once."""
+    dtype: DType | None = None
+    """vLLM's type; default: the model's."""
+    kv_cache_gib: PositiveFloat = 0.5
+    """vLLM's KV cache, in GiB."""
+    enforce_eager: bool = True
+    """vLLM without compilation: slower decode, much faster start."""
+    threads: NonNegativeInt = 0
+    """vLLM's CPU threads; 0 = all cores."""
+    probe_prompts: PositiveInt = 8
+    """Prompts whose log-probs are compared between engine and trainer after each weight sync."""
+    probe_tokens: PositiveInt = 64
+    """Tokens of one probe prompt, in tokens."""
+    max_gap_p99: PositiveFloat = 1e-3
+    """Largest 99 % quantile of |engine - trainer| log-prob, in nats; float32 default, about 0.3 for bfloat16."""
+
+
+class EnvironmentSpec(Spec):
+    """What asks and judges: a registered environment, or a reward function over a file of prompts."""
+
+    name: str | None = None
+    """Registered name, or `pkg.mod:Class`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The environment's own settings."""
+    reward: str | None = None
+    """`file.py:function` or `pkg.mod:function` with `reward_func(prompts, responses, labels=None) -> list[float]`."""
+    reward_url: str | None = None
+    """HTTP address of a scorer: POST {"prompts", "responses", "labels"} -> {"rewards"}."""
+    prompts: str | None = None
+    """JSONL file for `reward`/`reward_url`: one {"messages": [{"role", "content"}], "label"?} or a list of messages a line."""
+    label_key: str = "label"
+    """Key of the label in a prompts row."""
+    max_turns: PositiveInt = 8
+    """Model turns in one episode."""
+    step_timeout_s: PositiveFloat = 30.0
+    """Longest time of one environment call, in seconds; then its process is killed and the sample is invalid."""
+    processes: NonNegativeInt = 1
+    """Killable processes that run environments; 0 = inside the rollout worker (no protection from hangs)."""
+    max_invalid_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Stop the run when more than this fraction of a step's samples is invalid."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> EnvironmentSpec:
+        given = [k for k in ("name", "reward", "reward_url") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of `name`, `reward` and `reward_url`; got {given or 'none'}")
+        if self.name is None and self.prompts is None:
+            raise ValueError("`reward` and `reward_url` need `prompts`, a JSONL file")
+        return self
+
+
+class SamplingSpec(Spec):
+    """How training rollouts sample. Filters (top-p, top-k, min-p, penalties) do not exist here: they would bias the log-probs."""
+
+    temperature: PositiveFloat = 1.0
+    """Divides the logits."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response over all turns, in tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further token ids that end a turn, beside the tokenizer's end token."""
+    ignore_stop: bool = False
+    """Always make `max_new_tokens` tokens (benchmarks)."""
+
+
+class OptimizerSpec(Spec):
+    """AdamW and its schedule, stepped once per optimizer step."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the schedule."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after warm-up; `wsd` holds, then falls linearly over the last `decay_fraction`."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the steps that `wsd` decays over."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's moment decays."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; never on norms and biases."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+
+
+class AlgorithmSpec(Spec):
+    """Advantage x policy loss x aggregation x KL: orthogonal choices (docs: numerics)."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "batch_std"] = "grpo"
+    """Advantage estimator."""
+    policy_loss: Literal["clip", "reinforce"] = "clip"
+    """Per-token policy loss."""
+    clip_low: PositiveFloat = 0.2
+    """Ratio may fall to 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """Ratio may rise to 1 + clip_high."""
+    dual_clip: float | None = None
+    """For negative advantages, loss is never above -dual_clip * A; > 1."""
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
+    ] = "token_mean"
+    """How per-token losses become one number."""
+    aggregation_length: PositiveInt | None = None
+    """L_max of `sequence_mean_token_sum_norm`, in tokens; default: sampling.max_new_tokens."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL to the reference; 0 loads no reference model."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """Estimator of the KL in the loss (k1 has zero expected gradient there)."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    recompute_proximal: Literal["auto", "always"] = "auto"
+    """`auto`: one on-policy update uses current.detach() as proximal log-probs; otherwise they are recomputed before the first update."""
+    shuffle_rewards: bool = False
+    """Control experiment: permute the rewards inside each step; nothing should be learned."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> AlgorithmSpec:
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"`dual_clip` is {self.dual_clip}, must be > 1 (3 is usual)")
+        if self.clip_low >= 1:
+            raise ValueError(f"`clip_low` is {self.clip_low}, must be < 1")
+        return self
+
+
+class CheckpointSpec(Spec):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: NonNegativeInt = 0
+    """Save every this many steps; 0 = only at the end of a stage (and on a signal)."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_best: NonNegativeInt = 0
+    """Best checkpoints by `best_metric` to keep beside them."""
+    best_metric: str = "eval/accuracy"
+    """Metric that ranks checkpoints; larger is better."""
+
+
+class StageBase(Spec):
+    """What every stage has."""
+
+    name: str = ""
+    """Name of the stage's folder; default: its kind."""
+
+
+class SftDataSpec(Spec):
+    """Supervised data: a file of messages, or demonstrations of the environment's tasks."""
+
+    path: str | None = None
+    """JSONL file: one {"messages": [...]} a line; assistant messages are trained."""
+    environment_demonstrations: bool = False
+    """Use the environment's own right answers on its train split."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of `path` held out for the validation loss (the environment has a validation split of its own)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SftDataSpec:
+        if (self.path is not None) == self.environment_demonstrations:
+            raise ValueError("give exactly one of `path` and `environment_demonstrations: true`")
+        return self
+
+
+class SftStageSpec(StageBase):
+    """Supervised fine-tuning."""
+
+    kind: Literal["sft"] = "sft"
+    """Stage kind."""
+    data: SftDataSpec
+    """Training data."""
+    steps: PositiveInt = 100
+    """Optimizer steps."""
+    examples_per_step: PositiveInt = 64
+    """Examples in one optimizer step."""
+    optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
+    """Optimizer and schedule."""
+    validate_every_steps: NonNegativeInt = 0
+    """Validation loss every this many steps; 0 = never."""
+    validation_examples: PositiveInt = 256
+    """Examples of one validation."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Checkpoints of this stage."""
+    init_from: str | None = None
+    """Stage whose checkpoint this one starts from; default: the stage before it that makes one, or the model."""
+
+
+class RlStageSpec(StageBase):
+    """Reinforcement learning from an environment."""
+
+    kind: Literal["rl"] = "rl"
+    """Stage kind."""
+    steps: PositiveInt = 100
+    """Rollout batches."""
+    prompts_per_step: PositiveInt = 8
+    """Prompts in one rollout batch."""
+    samples_per_prompt: PositiveInt = 8
+    """Samples of each prompt: the group size."""
+    updates_per_batch: PositiveInt = 1
+    """Minibatches of whole groups, one optimizer step each."""
+    epochs: PositiveInt = 1
+    """Passes over the rollout batch."""
+    sampling: SamplingSpec = SamplingSpec()
+    """Sampling of training rollouts."""
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    """Loss and advantages."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """Optimizer and schedule."""
+    evaluate_every_steps: NonNegativeInt = 0
+    """Evaluate on the validation split every this many steps; 0 = never."""
+    evaluation: EvaluationSpec | None = None
+    """How to evaluate during training."""
+    show_samples: NonNegativeInt = 3
+    """Sampled responses shown in the terminal now and then."""
+    show_samples_every_steps: PositiveInt = 10
+    """How often they are shown, in steps."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Checkpoints of this stage."""
+    init_from: str | None = None
+    """Stage whose checkpoint this one starts from; default: the stage before it that makes one, or the model."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RlStageSpec:
+        relative = ("grpo", "dr_grpo", "rloo", "batch_std")
+        if self.algorithm.advantage in relative and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"`samples_per_prompt` is {self.samples_per_prompt}, but advantage `{self.algorithm.advantage}` compares samples "
+                "of one prompt and needs at least 2 (8 is usual; `reinforce` works with 1)"
+            )
+        if self.updates_per_batch > self.prompts_per_step:
+            raise ValueError(
+                f"`updates_per_batch` is {self.updates_per_batch}, more than the {self.prompts_per_step} groups of `prompts_per_step`"
+            )
+        if self.evaluate_every_steps and self.evaluation is None:
+            raise ValueError("`evaluate_every_steps` needs an `evaluation` block")
+        return self
+
+
+class EvaluationSpec(Spec):
+    """One evaluation on held-out tasks."""
+
+    split: Literal["validation", "test"] = "test"
+    """Which held-out split."""
+    tasks: PositiveInt | None = None
+    """Number of tasks, from the front of the split; default: all."""
+    samples_per_task: NonNegativeInt = 0
+    """Samples a task at `temperature` (avg@k); 0 = greedy only."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the samples."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response, in tokens."""
+
+
+class EvaluateStageSpec(StageBase):
+    """Evaluate the checkpoints of earlier stages on held-out tasks."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    """Stage kind."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """What to evaluate."""
+    checkpoints: tuple[str, ...] = ()
+    """Stages whose final checkpoint is evaluated; default: every stage before this one that makes one."""
+    show_samples: NonNegativeInt = 5
+    """Before/after samples shown at the end."""
+
+
+class ExportStageSpec(StageBase):
+    """Write the final model as a Hugging Face folder."""
+
+    kind: Literal["export"] = "export"
+    """Stage kind."""
+    checkpoint: str | None = None
+    """Stage whose final checkpoint is exported; default: the last one that makes one."""
+    shard_gib: PositiveFloat = 4.0
+    """Largest safetensors shard, in GiB."""
+
+
+RlStageSpec.model_rebuild()
+StageSpec = Annotated[
+    SftStageSpec | RlStageSpec | EvaluateStageSpec | ExportStageSpec,
+    Field(discriminator="kind"),
+]
+
+
+class LoggingSpec(Spec):
+    """Where metrics go; JSONL is always written."""
+
+    tensorboard: bool = True
+    """Also write TensorBoard events."""
+    rollouts: bool = True
+    """Write every episode (prompt, sampled ids, rewards) to rollouts.jsonl."""
+
+
+class SecretRef(Spec):
+    """A secret by reference: the name of an environment variable, never its value."""
+
+    env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    """Name of the environment variable."""
+
+
+class ExperimentSpec(Spec):
+    """One experiment: what to train, on what, and where the result goes."""
+
+    name: str = "experiment"
+    """Name of the experiment."""
+    seed: NonNegativeInt = 1
+    """Seed of everything random: initial weights, data order, sampling."""
+    output: str
+    """Output folder, made if missing."""
+    model: ModelSpec
+    """The policy's model."""
+    policy: PolicySpec = PolicySpec()
+    """The trainable model as a service."""
+    cluster: ClusterSpec = ClusterSpec()
+    """Where workers run."""
+    engine: EngineSpec = EngineSpec()
+    """What samples from the policy."""
+    environment: EnvironmentSpec | None = None
+    """What asks and judges; needed by `rl`, `evaluate` and demonstrations."""
+    stages: Annotated[tuple[StageSpec, ...], Field(min_length=1)]
+    """The pipeline: stages in order."""
+    logging: LoggingSpec = LoggingSpec()
+    """Metric sinks."""
+    secrets: dict[str, SecretRef] = Field(default_factory=dict)
+    """Secrets by the environment variable that holds them."""
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> ExperimentSpec:
+        names = [stage_name(s) for s in self.stages]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise ValueError(f"`stages` has the name {twice[0]!r} more than once; give each a `name` of its own")
+        for stage in self.stages:
+            asks = isinstance(stage, RlStageSpec | EvaluateStageSpec) or (
+                isinstance(stage, SftStageSpec) and stage.data.environment_demonstrations
+            )
+            if asks and self.environment is None:
+                raise ValueError(f"stage {stage_name(stage)!r} needs an `environment` block")
+        return self
+
+
+def stage_name(stage: StageBase) -> str:
+    """The stage's name: the one given, or its kind."""
+    return stage.name or str(getattr(stage, "kind"))

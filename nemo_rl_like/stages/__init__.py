@@ -1,0 +1,1 @@
+"""Pipeline stages: each a short file that wires the rooms below."""

@@ -1,0 +1,1 @@
+"""The typed token batches that flow between the rooms."""

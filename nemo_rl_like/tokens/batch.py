@@ -1,0 +1,156 @@
+"""`TokenBatch`: the rows of one step, laid end to end, with explicit prompt, group and episode ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One segment of an episode before it is batched: the prompt, then sampled and environment tokens."""
+
+    tokens: Sequence[int]
+    """All token ids of the row."""
+    prompt_len: int
+    """Tokens before the first sampled one."""
+    loss_mask: Sequence[bool]
+    """[len(tokens)] true only on tokens that are trained."""
+    behavior: Sequence[float]
+    """[len(tokens)] the engine's log-prob of each sampled token, in nats; 0 elsewhere."""
+    version: Sequence[int]
+    """[len(tokens)] weight version that sampled the token; -1 elsewhere."""
+    prompt_id: int
+    """Rows with this id share the first `prompt_len` tokens."""
+    group_id: int
+    """Rows with this id are compared with each other."""
+    episode_id: int
+    """Rows with this id are segments of one episode."""
+    valid: bool = True
+    """False: could not be scored; its loss mask must be all false."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Reward by name; `reward` is the sum that is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """A batch of B rows with N tokens in all, on the CPU."""
+
+    tokens: Tensor
+    """int64 [N] token ids."""
+    cu_seqlens: Tensor
+    """int64 [B+1] row i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]."""
+    prompt_lens: Tensor
+    """int64 [B] tokens before the first sampled one."""
+    loss_mask: Tensor
+    """bool [N] true only on trained tokens."""
+    behavior: Tensor
+    """float32 [N] behavior log-probs, in nats; 0 where not sampled."""
+    version: Tensor
+    """int32 [N] weight version of each sampled token; -1 elsewhere."""
+    prompt_id: Tensor
+    """int64 [B]"""
+    group_id: Tensor
+    """int64 [B]"""
+    episode_id: Tensor
+    """int64 [B]"""
+    valid: Tensor
+    """bool [B]"""
+    rewards: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [B] by name; NaN where the row is invalid."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [N] per-token values made later: `advantages`, `proximal`, `reference`."""
+
+    def __post_init__(self) -> None:
+        n, b = self.tokens.numel(), self.prompt_lens.numel()
+        for name in ("loss_mask", "behavior", "version"):
+            _expect(name, getattr(self, name), n)
+        for name in ("prompt_id", "group_id", "episode_id", "valid"):
+            _expect(name, getattr(self, name), b)
+        for name, value in self.rewards.items():
+            _expect(f"rewards[{name}]", value, b)
+        for name, value in self.extras.items():
+            _expect(f"extras[{name}]", value, n)
+        if self.cu_seqlens.numel() != b + 1 or int(self.cu_seqlens[-1]) != n:
+            raise ValueError(f"cu_seqlens must have {b + 1} entries and end at {n}, got {self.cu_seqlens.tolist()[-3:]}")
+
+    @property
+    def rows(self) -> int:
+        """B, the number of rows."""
+        return self.prompt_lens.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B] tokens in each row."""
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """int64 [N] the row that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.rows), self.lengths)
+
+    @property
+    def trained_per_row(self) -> Tensor:
+        """int64 [B] trained tokens of each row (T_i)."""
+        return torch.zeros(self.rows, dtype=torch.int64).index_add_(0, self.row_of_token, self.loss_mask.long())
+
+    def with_extras(self, **values: Tensor) -> TokenBatch:
+        """The same batch with further per-token values, each float32 [N]."""
+        return replace(self, extras={**self.extras, **values})
+
+    def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
+        """The batch of these rows, in this order."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        starts, lengths = self.cu_seqlens[index], self.lengths[index]
+        cu = torch.zeros(index.numel() + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=cu[1:])
+        token = torch.arange(int(cu[-1])) + torch.repeat_interleave(starts - cu[:-1], lengths)
+        per_row = {k: getattr(self, k)[index] for k in ("prompt_lens", "prompt_id", "group_id", "episode_id", "valid")}
+        per_token = {k: getattr(self, k)[token] for k in ("tokens", "loss_mask", "behavior", "version")}
+        return TokenBatch(
+            cu_seqlens=cu,
+            rewards={k: v[index] for k, v in self.rewards.items()},
+            extras={k: v[token] for k, v in self.extras.items()},
+            **per_row,
+            **per_token,
+        )
+
+
+def batch_rows(rows: Sequence[Row]) -> TokenBatch:
+    """Lay rows end to end. Raises ValueError if a row's fields disagree or an invalid row has trained tokens."""
+    if not rows:
+        raise ValueError("a batch needs at least one row")
+    names = sorted({name for row in rows for name in row.rewards})
+    for i, row in enumerate(rows):
+        n = len(row.tokens)
+        for what in ("loss_mask", "behavior", "version"):
+            if len(getattr(row, what)) != n:
+                raise ValueError(f"row {i}: {what} has {len(getattr(row, what))} entries for {n} tokens")
+        if not row.valid and any(row.loss_mask):
+            raise ValueError(f"row {i} (episode {row.episode_id}) is invalid but has trained tokens")
+        if any(row.loss_mask[: row.prompt_len]) or not 0 < row.prompt_len <= n:
+            raise ValueError(f"row {i}: prompt_len {row.prompt_len} must be in 1..{n} and end before the first trained token")
+    lengths = torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64)
+    cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=cu[1:])
+    return TokenBatch(
+        tokens=torch.tensor([t for r in rows for t in r.tokens], dtype=torch.int64),
+        cu_seqlens=cu,
+        prompt_lens=torch.tensor([r.prompt_len for r in rows], dtype=torch.int64),
+        loss_mask=torch.tensor([m for r in rows for m in r.loss_mask], dtype=torch.bool),
+        behavior=torch.tensor([x for r in rows for x in r.behavior], dtype=torch.float32),
+        version=torch.tensor([v for r in rows for v in r.version], dtype=torch.int32),
+        prompt_id=torch.tensor([r.prompt_id for r in rows], dtype=torch.int64),
+        group_id=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
+        episode_id=torch.tensor([r.episode_id for r in rows], dtype=torch.int64),
+        valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
+        rewards={k: torch.tensor([r.rewards.get(k, float("nan")) for r in rows], dtype=torch.float32) for k in names},
+    )
+
+
+def _expect(name: str, value: Tensor, count: int) -> None:
+    if value.numel() != count:
+        raise ValueError(f"{name} has {value.numel()} entries, expected {count}")

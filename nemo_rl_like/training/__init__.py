@@ -1,0 +1,1 @@
+"""The one Trainer shell: step loop, state, schedules, signals."""

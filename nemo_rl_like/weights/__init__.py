@@ -1,0 +1,1 @@
+"""Weight transports with manifest and checksums, both ends."""
