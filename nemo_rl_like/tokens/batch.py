@@ -75,7 +75,9 @@ class TokenBatch:
         for name, value in self.extras.items():
             _expect(f"extras[{name}]", value, n)
         if self.cu_seqlens.numel() != b + 1 or int(self.cu_seqlens[-1]) != n:
-            raise ValueError(f"cu_seqlens must have {b + 1} entries and end at {n}, got {self.cu_seqlens.tolist()[-3:]}")
+            raise ValueError(
+                f"cu_seqlens must have {b + 1} entries and end at {n}, got {self.cu_seqlens.tolist()[-3:]}"
+            )
 
     @property
     def rows(self) -> int:
@@ -132,7 +134,9 @@ def batch_rows(rows: Sequence[Row]) -> TokenBatch:
         if not row.valid and any(row.loss_mask):
             raise ValueError(f"row {i} (episode {row.episode_id}) is invalid but has trained tokens")
         if any(row.loss_mask[: row.prompt_len]) or not 0 < row.prompt_len <= n:
-            raise ValueError(f"row {i}: prompt_len {row.prompt_len} must be in 1..{n} and end before the first trained token")
+            raise ValueError(
+                f"row {i}: prompt_len {row.prompt_len} must be in 1..{n} and end before the first trained token"
+            )
     lengths = torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64)
     cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=cu[1:])
