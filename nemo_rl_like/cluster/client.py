@@ -1,0 +1,224 @@
+"""`GroupClient`: calls the services of a worker group; waits with deadlines and turns failures into one error.
+
+A client can be sent to another worker (it keeps only actor handles), which then calls the group itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.cluster.errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
+from nemo_rl_like.cluster.worker import Call, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 5.0
+"""Seconds that the other ranks get to end by themselves once one has failed."""
+_STACK_DUMP_S = 5.0
+_TAIL_LINES = 30
+_TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One rank as seen from outside."""
+
+    actor: ActorHandle
+    """Its `WorkerHost`."""
+    info: WorkerInfo
+    """Where it runs."""
+    log_path: str
+    """File with its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Sequence[ray.ObjectRef]):
+    """A submitted call: one reference a rank, in rank order, not fetched."""
+
+    what: str
+    """Name of the call in errors."""
+    ranks: tuple[int, ...]
+    """Ranks that were called."""
+    values: tuple[ray.ObjectRef, ...]
+    """Reference to each rank's value."""
+    done: tuple[ray.ObjectRef, ...]
+    """Reference to an empty result that is there when the value is."""
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]  # int -> reference, slice -> tuple
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class GroupClient:
+    """Calls the services that a worker group hosts. Collective services want one caller at a time."""
+
+    def __init__(self, name: str, workers: Sequence[Worker]) -> None:
+        """`workers` in rank order."""
+        self.name = name
+        self.workers = tuple(workers)
+        self._caller = uuid.uuid4().hex
+        self._sequence = [0] * len(self.workers)
+        self._lock = threading.Lock()
+        self._failure: ClusterError | None = None
+
+    def __reduce__(self) -> tuple[type[GroupClient], tuple[str, tuple[Worker, ...]]]:
+        return GroupClient, (self.name, self.workers)
+
+    def submit(
+        self, service: str, method: str, *args: object, ranks: Sequence[int] | None = None, what: str = ""
+    ) -> Pending:
+        """Start `service.method(*args)` on every rank (or on `ranks`); object references in `args` are fetched there.
+
+        Raises the group's first failure again when the group is broken.
+        """
+        if self._failure is not None:
+            raise self._failure
+        chosen = tuple(range(len(self.workers))) if ranks is None else tuple(ranks)
+        with self._lock:
+            results = [self._send(rank, service, method, args) for rank in chosen]
+        name = what or f"{self.name}.{service}.{method}"
+        return Pending(name, chosen, tuple(value for _, value in results), tuple(done for done, _ in results))
+
+    def _send(
+        self, rank: int, service: str, method: str, args: tuple[object, ...]
+    ) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        call = Call(self._caller, self._sequence[rank], service, method, args)
+        done, value = self.workers[rank].actor.call.options(num_returns=2).remote(call)
+        self._sequence[rank] += 1
+        return done, value
+
+    def call(
+        self,
+        service: str,
+        method: str,
+        *args: object,
+        deadline_s: float,
+        what: str = "",
+        ranks: Sequence[int] | None = None,
+    ) -> object:
+        """Submit, wait for all ranks, and fetch the first rank's value. Errors as in `wait`."""
+        pending = self.submit(service, method, *args, ranks=ranks, what=what)
+        started = time.monotonic()
+        self.wait(pending, deadline_s=deadline_s)
+        left = max(1.0, deadline_s - (time.monotonic() - started))
+        try:
+            return ray.get(pending[0], timeout=left)
+        except GetTimeoutError as error:
+            raise DeadlineExceeded(f"fetching the result of {pending.what}", deadline_s, ()) from error
+
+    def wait(self, pending: Pending, *, deadline_s: float) -> None:
+        """Wait until every rank has ended the call; fetch nothing.
+
+        Raises WorkerDied if a worker's process ended, the service's own NrlError or else WorkerFailed if it raised,
+        DeadlineExceeded when `deadline_s` seconds passed. Ranks that still run then are killed: nothing hangs.
+        """
+        running = dict(zip(pending.done, pending.ranks, strict=True))
+        end = time.monotonic() + deadline_s
+        while running:
+            ready, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise self._break(self._deadline_exceeded(pending.what, deadline_s, running))
+            rank = running.pop(ready[0])
+            failure = self._failure_of(ready[0], rank, pending.what)
+            if failure is not None:
+                raise self._settled(failure, running, pending.what)
+
+    def _failure_of(self, done: ray.ObjectRef, rank: int, what: str) -> NrlError | None:
+        worker = self.workers[rank]
+        try:
+            ray.get(done)
+        except RayTaskError as error:
+            if isinstance(error.cause, NrlError):
+                return error.cause
+            text = f"{type(error.cause).__name__}: {error.cause}"
+            return WorkerFailed(
+                self.name, rank, worker.info.node, what, text, error.traceback_str, log_tail(worker.log_path)
+            )
+        except RayActorError as error:
+            cause = f"during {what}: process {worker.info.pid} {_exit_cause(error)}"
+            return WorkerDied(self.name, rank, worker.info.node, cause, log_tail(worker.log_path))
+        except RayError as error:  # an object was lost, a node failed
+            text = f"{type(error).__name__}: {error}"
+            return WorkerFailed(self.name, rank, worker.info.node, what, text, "", log_tail(worker.log_path))
+        return None
+
+    def _settled(self, first: NrlError, running: dict[ray.ObjectRef, int], what: str) -> NrlError:
+        """The error to raise once the other ranks have ended or were killed: a death explains the other failures."""
+        failures = [first]
+        end = time.monotonic() + SETTLE_S
+        while running:
+            ready, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            failure = self._failure_of(ready[0], running.pop(ready[0]), what)
+            if failure is not None:
+                failures.append(failure)
+        main = min(failures, key=_rank_of_cause)
+        if running or isinstance(main, WorkerDied):
+            return self._break(main)
+        return main
+
+    def _deadline_exceeded(self, what: str, seconds: float, running: dict[ray.ObjectRef, int]) -> DeadlineExceeded:
+        ranks = sorted(running.values())
+        dumps = [self.workers[rank].actor.dump_stacks.remote() for rank in ranks]
+        ray.wait(dumps, num_returns=len(dumps), timeout=_STACK_DUMP_S)
+        return DeadlineExceeded(
+            what, seconds, [self.describe(rank) for rank in ranks], log_tail(self.workers[ranks[0]].log_path)
+        )
+
+    def describe(self, rank: int) -> str:
+        """Rank, process and node in words."""
+        info = self.workers[rank].info
+        return f"{self.name} rank {rank} (process {info.pid} on {info.node})"
+
+    def kill(self) -> None:
+        """End every worker at once."""
+        for worker in self.workers:
+            ray.kill(worker.actor, no_restart=True)
+
+    def _break(self, failure: NrlError) -> NrlError:
+        self.kill()
+        known = isinstance(failure, ClusterError)
+        self._failure = failure if known else ClusterError(f"worker group {self.name!r} was stopped after: {failure}")
+        return failure
+
+
+def log_tail(path: str) -> str:
+    """The last lines of a worker's log; empty if it is not readable here."""
+    file = Path(path)
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError as error:
+        logger.debug("log %s cannot be read: %s", path, error)
+        return ""
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+
+
+def _exit_cause(error: RayActorError) -> str:
+    """Ray's long text in one line."""
+    lines = [line.strip() for line in error.error_msg.splitlines()]
+    skipped = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:", "The actor died unexpectedly")
+    kept = [line for line in lines if line and not line.startswith(skipped)]
+    return "ended: " + (" ".join(kept) or lines[0])
+
+
+def _rank_of_cause(failure: NrlError) -> int:
+    """A death comes before an error of ours, which comes before a foreign exception (often a broken collective)."""
+    if isinstance(failure, WorkerDied):
+        return 0
+    return 2 if isinstance(failure, WorkerFailed) else 1

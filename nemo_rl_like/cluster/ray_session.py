@@ -1,0 +1,191 @@
+"""Starts a local Ray or joins one, and ends everything it started, however the driver ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import ray
+from ray.exceptions import RaySystemError
+
+from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.cluster import watchdog
+from nemo_rl_like.cluster.devices import Devices, visible_devices
+from nemo_rl_like.cluster.environment import allowed, replaced_environ
+from nemo_rl_like.cluster.errors import ClusterStartError
+from nemo_rl_like.spec.experiment import ClusterSpec
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_LONGEST_TEMP_ROOT = 24
+"""Characters: Ray appends about 75 of its own, and a Unix socket's path ends at 107."""
+_SESSION_FILE = "session.json"
+
+
+@dataclass(slots=True)
+class RaySession:
+    """A running Ray that belongs to this driver. Use it as a context manager, from the driver's main thread:
+    Ray's daemons are told by the kernel to end with the thread that started them."""
+
+    run_id: str
+    """Unique id; every process of the run has it as `NRL_RUN_ID`."""
+    spec: ClusterSpec
+    """What was asked for."""
+    devices: Devices
+    """What ranks run on."""
+    log_folder: Path
+    """`<output>/logs`: one file a worker."""
+    temp_dir: Path | None
+    """Ray's own folder; None when an existing cluster was joined."""
+    _watchdog: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _open: bool = field(default=True, repr=False)
+
+    @classmethod
+    def start(cls, spec: ClusterSpec, output: Path) -> RaySession:
+        """Start a local Ray, or join `spec.address`.
+
+        Raises SpecError for an authentication or address that cannot work, ClusterStartError when Ray does not come up
+        or this process is already part of a Ray.
+        """
+        if ray.is_initialized():
+            raise ClusterStartError("this process is already connected to a Ray; end that session first")
+        environ = _ray_environ(spec)
+        run_id = uuid.uuid4().hex[:16]
+        log_folder = output / "logs"
+        log_folder.mkdir(parents=True, exist_ok=True)
+        temp_dir = _make_temp_dir(run_id) if spec.address is None else None
+        session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)
+        environ[watchdog.RUN_ID_ENV] = run_id
+        session._watchdog = _start_watchdog(run_id, temp_dir or Path(tempfile.gettempdir()) / f"nrl-{run_id}")
+        try:
+            session._connect(environ)
+        except ClusterStartError:
+            session.shutdown()
+            raise
+        os.environ[watchdog.RUN_ID_ENV] = run_id
+        session._describe()
+        return session
+
+    def _connect(self, environ: dict[str, str]) -> None:
+        terminate = signal.getsignal(signal.SIGTERM)
+        try:
+            with replaced_environ(environ):
+                if self.spec.address is None:
+                    self._start_local()
+                else:
+                    _join(self.spec.address, self.spec.start_timeout_s)
+        except (RaySystemError, ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
+            raise ClusterStartError(f"Ray did not start ({type(error).__name__}: {error})") from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, terminate)  # Ray's own handler would exit without a checkpoint
+
+    def _start_local(self) -> None:
+        gpus = self.devices.count if self.devices.kind == "gpu" else 0
+        cores = len(os.sched_getaffinity(0))
+        ray.init(
+            address="local",
+            num_cpus=max(cores, self.devices.count),
+            num_gpus=gpus,
+            object_store_memory=int(self.spec.object_store_gib * _GIB),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            namespace=f"nrl-{self.run_id}",
+            _temp_dir=str(self.temp_dir),
+        )
+
+    def _describe(self) -> None:
+        text = json.dumps({"run_id": self.run_id, "temp_dir": str(self.temp_dir or ""), "driver_pid": os.getpid()})
+        (self.log_folder / _SESSION_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def shutdown(self) -> None:
+        """End Ray and every process of the run, and remove Ray's folder. Safe to call twice."""
+        if not self._open:
+            return
+        self._open = False
+        if ray.is_initialized():
+            ray.shutdown()
+        os.environ.pop(watchdog.RUN_ID_ENV, None)
+        own = {os.getpid()} | ({self._watchdog.pid} if self._watchdog else set())
+        left = watchdog.kill_run(self.run_id, str(self.temp_dir or f"nrl-{self.run_id}"), keep=frozenset(own))
+        if left:
+            logger.warning("processes of run %s that could not be ended: %s", self.run_id, sorted(left))
+        if self._watchdog is not None:
+            self._watchdog.kill()
+            self._watchdog.wait()
+        if self.temp_dir is not None:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+    def __enter__(self) -> RaySession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _ray_environ(spec: ClusterSpec) -> dict[str, str]:
+    environ = allowed(os.environ)
+    environ.pop("RAY_ADDRESS", None)  # only the spec says which cluster is joined
+    if spec.auth == "token" and not environ.get("RAY_AUTH_TOKEN_PATH"):
+        raise SpecError(
+            "`cluster.auth` is `token`, but RAY_AUTH_TOKEN_PATH is not set; point it at a file (mode 0600, same content on "
+            "every host) that holds the token, or set `cluster.auth: disabled` for a single host"
+        )
+    environ.update(
+        RAY_AUTH_MODE=spec.auth,
+        RAY_worker_niceness="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_DEDUP_LOGS="0",
+        RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+        RAY_raylet_start_wait_time_s=str(int(spec.start_timeout_s)),
+    )
+    return environ
+
+
+def _make_temp_dir(run_id: str) -> Path:
+    root = tempfile.gettempdir()
+    if len(root) > _LONGEST_TEMP_ROOT:
+        root = "/tmp"
+    folder = Path(root) / f"nrl-{run_id[:10]}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _start_watchdog(run_id: str, temp_dir: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(watchdog.__file__), str(os.getpid()), run_id, str(temp_dir)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={"PATH": os.environ.get("PATH", "")},
+    )
+
+
+def _join(address: str, timeout_s: float) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterStartError(f"`cluster.address` is {address!r}, must be `host:port` of a running Ray head")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise ClusterStartError(
+            f"`cluster.address` {address}: nothing answers there ({error}); start a Ray head or drop the field"
+        ) from error
+    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
