@@ -1,0 +1,61 @@
+"""One counter-based draw per token: a sample depends on its seed, its position and its logits, never on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_UNIFORM_BITS = 52
+"""With 52 bits the largest u is 1 - 2**-52, so u * total stays below total in float64."""
+
+
+def draw(logits: Tensor, uniforms: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the cumulative distribution of softmax(logits / temperature).
+
+    `logits` [B, V] over the whole vocabulary; `uniforms` float64 [B] in [0, 1), None = the most likely token.
+    Returns tokens int64 [B] and log-probs float32 [B], log-softmax(logits / temperature) at the token, in nats.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    if uniforms is None:
+        tokens = logprobs.argmax(-1)
+    else:
+        cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
+        threshold = uniforms[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def seeds_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """int64 [B]: any integers, reduced modulo 2**64."""
+    return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """float64 [B] in [0, 1): two rounds of the SplitMix64 finaliser over (seed, position), each int64 [B].
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    state = _finalise(seeds + _signed(_GOLDEN))
+    state = _finalise(state + positions * _signed(_GOLDEN))
+    return _shift_right(state, 64 - _UNIFORM_BITS).double() * 2.0**-_UNIFORM_BITS
+
+
+def _finalise(state: Tensor) -> Tensor:
+    for shift, factor in _MIX:
+        state = (state ^ _shift_right(state, shift)) * _signed(factor)
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    """Logical shift: int64 shifts copy the sign bit, so it is cleared."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    value &= _MASK_64
+    return value - (1 << 64) if value >> 63 else value
