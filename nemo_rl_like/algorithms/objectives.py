@@ -32,7 +32,9 @@ class StepStats:
     weights: Tensor
     """float32 [N] aggregation weight of each token."""
     tokens: float
-    """Trained tokens of the whole step."""
+    """Trained tokens of the live rows of the whole step: the divisor of token-mean metrics."""
+    live_rows: Tensor
+    """bool [B] rows whose loss can have a gradient; the others need no forward pass."""
     values: dict[str, Tensor] = field(default_factory=dict)
     """float32 [N] further per-token inputs of the loss, by name."""
 
@@ -77,7 +79,7 @@ class CrossEntropy:
     def prepare(self, batch: TokenBatch) -> StepStats:
         """Token-mean weights over the step."""
         weights = aggregation.token_weights("token_mean", batch.loss_mask, batch.row_of_token, batch.rows)
-        return StepStats(weights=weights, tokens=float(batch.loss_mask.sum()))
+        return StepStats(weights=weights, tokens=float(batch.loss_mask.sum()), live_rows=batch.trained_per_row > 0)
 
     def loss(self, outputs: Outputs, values: dict[str, Tensor], weights: Tensor, stats: StepStats) -> LossSum:
         """-sum w log p."""
@@ -129,7 +131,9 @@ class PolicyGradient:
             self.aggregation, batch.loss_mask, batch.row_of_token, batch.rows, self.aggregation_length
         )
         values = {name: torch.where(batch.loss_mask, batch.extras[name], 0.0) for name in needed}
-        return StepStats(weights=weights, tokens=float(batch.loss_mask.sum()), values=values)
+        live = self._live_rows(batch, values["advantages"])
+        tokens = float((batch.loss_mask & live[batch.row_of_token]).sum())
+        return StepStats(weights=weights, tokens=tokens, live_rows=live, values=values)
 
     def loss(self, outputs: Outputs, values: dict[str, Tensor], weights: Tensor, stats: StepStats) -> LossSum:
         """sum w (policy loss + kl_coef KL - entropy_coef H)."""
@@ -156,6 +160,17 @@ class PolicyGradient:
                 total = total - self.entropy_coef * (weights * outputs.entropy).sum()
         metrics["loss"] = total.detach()
         return LossSum(total, metrics)
+
+    def _live_rows(self, batch: TokenBatch, advantages: Tensor) -> Tensor:
+        """Rows with trained tokens; without KL and entropy terms, only those with an advantage other than 0.
+
+        A row of zero advantage then adds exactly 0 to loss and gradient; it still counts in every denominator.
+        """
+        trained = batch.trained_per_row
+        if self.kl_coef or self.entropy_coef:
+            return trained > 0
+        moved = torch.zeros(batch.rows, dtype=torch.int64).index_add_(0, batch.row_of_token, (advantages != 0).long())
+        return moved > 0 if bool((moved > 0).any()) else trained > 0
 
     def _policy(self, current: Tensor, proximal: Tensor, advantage: Tensor) -> policy_losses.PolicyLoss:
         if self.policy_loss == "reinforce":

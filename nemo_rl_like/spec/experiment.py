@@ -96,8 +96,6 @@ class PolicySpec(Spec):
     """Tokens whose vocabulary-sized logits exist at once, in tokens."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = all cores divided by ranks."""
-    distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks."""
 
 
 class ClusterSpec(Spec):

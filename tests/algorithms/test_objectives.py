@@ -215,3 +215,19 @@ def test_cross_entropy_is_the_mean_over_trained_tokens():
     objective = CrossEntropy()
     got = loss_over(batch, current, objective, [batch.loss_mask.nonzero()[:, 0].tolist()])
     assert got == pytest.approx(-current[batch.loss_mask].mean().item(), rel=1e-5)
+
+
+def test_rows_of_zero_advantage_are_not_live_but_count_in_the_denominators():
+    batch, current = make_batch([3, 3, 3, 3])
+    advantages = torch.where(batch.row_of_token < 2, torch.zeros(()), torch.ones(()))
+    batch = batch.with_extras(advantages=advantages)
+    stats = PolicyGradient(on_policy=True).prepare(batch)
+    assert stats.live_rows.tolist() == [False, False, True, True]
+    assert (stats.weights[batch.loss_mask] > 0).all()
+    assert PolicyGradient(on_policy=True, entropy_coef=0.1).prepare(batch).live_rows.all()
+
+
+def test_a_step_without_any_advantage_still_measures_every_row():
+    batch, _ = make_batch([3, 3])
+    batch = batch.with_extras(advantages=torch.zeros_like(batch.extras["advantages"]))
+    assert PolicyGradient(on_policy=True).prepare(batch).live_rows.all()

@@ -1,0 +1,57 @@
+"""Megatron's DDP and schedules, set up so that a micro-batch's loss is a plain sum.
+
+`calculate_per_token_loss` with a token count of 0 switches off every division that Megatron would make (by micro-batches,
+by data-parallel ranks, by tokens): gradients are summed as they are, since the losses carry global denominators already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.layouts import MicroBatch
+from nemo_rl_like.policy.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    get_forward_backward_func,
+)
+
+ForwardStep: TypeAlias = Callable[..., tuple[Tensor, Callable[[Tensor], object]]]
+
+
+def wrap_ddp(model: MegatronModel) -> DistributedDataParallel:
+    """The model with gradient buffers that are summed over data-parallel ranks, in float32."""
+    config = model.config
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(config, settings, model)
+    ddp.broadcast_params()
+    return ddp
+
+
+def run_schedule(
+    model: MegatronModel | DistributedDataParallel,
+    micro_batches: Sequence[MicroBatch],
+    forward: ForwardStep,
+    *,
+    training: bool,
+) -> None:
+    """Run Megatron's schedule for this pipeline layout over the micro-batches; with gradients if `training`."""
+    model.config.calculate_per_token_loss = True
+    schedule = get_forward_backward_func()
+    with torch.set_grad_enabled(training):
+        schedule(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=[model],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].input_ids.shape[1],
+            micro_batch_size=micro_batches[0].input_ids.shape[0],
+            forward_only=not training,
+        )

@@ -1,0 +1,52 @@
+"""The trainer's log-probs beside the engine's, on the tokens of a rollout batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.artifacts.errors import NrlError
+
+QUANTILES = {"gap/p50": 0.5, "gap/p99": 0.99, "gap/max": 1.0}
+"""Metric name -> quantile of |trainer - engine| log-prob over the sampled tokens of the step, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class GapLimit:
+    """Largest allowed 99 % quantile of the gap, in nats, and the weight version the tokens must come from."""
+
+    p99: float
+    version: int
+
+
+class GapExceeded(NrlError):
+    """The engine's log-probs are not the trainer's: stale or wrong weights, another temperature or precision."""
+
+    def __init__(self, measured: dict[str, float], limit: GapLimit) -> None:
+        numbers = ", ".join(f"{name.removeprefix('gap/')} {value:.3g}" for name, value in measured.items())
+        super().__init__(
+            f"log-prob gap between engine and trainer: {numbers} nats; the limit on p99 is {limit.p99:g} "
+            f"(engine.max_gap_p99) at weight version {limit.version}. The engine may hold other weights, a stale prefix cache, "
+            "another temperature or a lower precision; bfloat16 needs a limit of about 0.3"
+        )
+        self.measured = measured
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[type[GapExceeded], tuple[dict[str, float], GapLimit]]:
+        return (GapExceeded, (self.measured, self.limit))
+
+
+def gap_quantiles(current: Tensor, behavior: Tensor, mask: Tensor) -> Tensor:
+    """float32 [3] quantiles of `QUANTILES`, on `current`'s device; zeros when nothing was sampled.
+
+    `current` and `behavior` float32 [N]: trainer's and engine's log-probs at the sampling temperature; `mask` bool [N]:
+    the sampled tokens to compare.
+    """
+    gaps = (current - behavior)[mask].abs()
+    if gaps.numel() == 0:
+        return torch.zeros(len(QUANTILES), device=current.device)
+    ordered = gaps.sort().values
+    picks = [min(gaps.numel() - 1, int(q * gaps.numel())) for q in QUANTILES.values()]
+    return ordered[picks].float()

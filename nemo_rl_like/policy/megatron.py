@@ -1,0 +1,31 @@
+"""The Megatron Core names that training needs, imported after the CPU shim and with import warnings hidden."""
+
+from __future__ import annotations
+
+from nemo_rl_like.model import runtime
+
+runtime.install()
+with runtime.quiet_imports():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+__all__ = [
+    "ChainedOptimizer",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_megatron_optimizer",
+    "parallel_state",
+]

@@ -1,0 +1,74 @@
+"""Optimizer state as one tensor a parameter, so that a checkpoint can hold it under Hugging Face names at any layout.
+
+Adam's `exp_avg` and `exp_avg_sq` (and, for bfloat16 weights, the float32 `master` copy) have the parameter's shape. Each
+data-parallel rank owns a flat slice of them; slices are put together bit for bit (summed as integers beside zeros).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_like.policy.megatron import parallel_state
+from nemo_rl_like.policy.optimizer import PolicyOptimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+
+
+class GatheredState(Mapping[str, Tensor]):
+    """One kind of optimizer state by parameter name, gathered over data-parallel ranks when it is read.
+
+    Every data-parallel rank must read the same names in the same order.
+    """
+
+    def __init__(self, optimizer: PolicyOptimizer, names: Mapping[torch.nn.Parameter, str], kind: str) -> None:
+        self._kind = kind
+        self._shapes = {name: parameter.shape for parameter, name in names.items()}
+        self._owned: dict[str, tuple[Tensor, int, int]] = {}
+        for part, parameter, main, start, end in optimizer.shards():
+            state = main.data if kind == MASTER else part.optimizer.state[main].get(kind, torch.zeros_like(main.data))
+            self._owned[names[parameter]] = (state, start, end)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        device = torch.device("cpu") if not self._owned else next(iter(self._owned.values()))[0].device
+        full = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+        if name in self._owned:
+            state, start, end = self._owned[name]
+            full[start:end] = state.view(-1)
+        bits = full.view(torch.int32)
+        dist.all_reduce(bits, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return full.view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def put_state(
+    optimizer: PolicyOptimizer,
+    names: Mapping[torch.nn.Parameter, str],
+    kinds: Mapping[str, Mapping[str, Tensor]],
+    updates: int,
+) -> None:
+    """Give every owned slice its state from full tensors by parameter name, and its own step count.
+
+    `kinds` maps `exp_avg`, `exp_avg_sq` (and `master`) to {parameter name: tensor of the parameter's local shape}.
+    """
+    for part, parameter, main, start, end in optimizer.shards():
+        name = names[parameter]
+        state = part.optimizer.state[main]
+        for kind, tensors in kinds.items():
+            piece = tensors[name].reshape(-1)[start:end].to(device=main.device, dtype=torch.float32)
+            if kind == MASTER:
+                main.data.copy_(piece)
+            else:
+                state[kind] = piece.clone()
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=main.device)

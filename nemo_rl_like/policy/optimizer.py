@@ -1,0 +1,125 @@
+"""Megatron's distributed optimizer and its parameter scheduler, built from the spec.
+
+The scheduler is stepped once before each optimizer step, so update k (from 1) runs at the learning rate of k:
+warm-up reaches the peak at its last update, and a decaying schedule reaches `min_lr` just after the last update.
+Weight decay reaches matrices only: Megatron marks vectors and biases, and the scheduler applies the mark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.model import runtime
+from nemo_rl_like.policy.megatron import (
+    ChainedOptimizer,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    get_megatron_optimizer,
+)
+from nemo_rl_like.spec.experiment import OptimizerSpec
+
+_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What one optimizer step reports: gradient norm before clipping and the learning rate used."""
+
+    grad_norm: float
+    lr: float
+
+
+class PolicyOptimizer:
+    """The optimizer of one rank's shard of the model.
+
+    Args: `model` wrapped in Megatron's DDP; `spec`; `total_updates`, the optimizer steps the schedule spans.
+    Raises ValueError if warm-up is not shorter than the schedule.
+    """
+
+    def __init__(self, model: DistributedDataParallel, spec: OptimizerSpec, total_updates: int) -> None:
+        if spec.warmup_steps >= total_updates + 1:
+            raise ValueError(f"optimizer.warmup_steps is {spec.warmup_steps}, must be less than the {total_updates} updates")
+        bf16 = model.config.params_dtype is torch.bfloat16
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=spec.lr,
+            min_lr=spec.min_lr,
+            weight_decay=spec.weight_decay,
+            adam_beta1=spec.betas[0],
+            adam_beta2=spec.betas[1],
+            adam_eps=spec.eps,
+            clip_grad=spec.clip_grad,
+            bf16=bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        with runtime.optimizer_patches():
+            built = get_megatron_optimizer(config, [model])
+        parts = built.chained_optimizers if isinstance(built, ChainedOptimizer) else [built]
+        self._optimizer = built
+        self._parts: list[DistributedOptimizer] = list(parts)
+        for part in self._parts:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
+        decay_steps = total_updates + 1
+        self._scheduler = OptimizerParamScheduler(
+            built,
+            init_lr=0.0,
+            max_lr=spec.lr,
+            min_lr=spec.min_lr,
+            lr_warmup_steps=spec.warmup_steps,
+            lr_decay_steps=decay_steps,
+            lr_decay_style=_STYLES[spec.schedule],
+            start_wd=spec.weight_decay,
+            end_wd=spec.weight_decay,
+            wd_incr_steps=decay_steps,
+            wd_incr_style="constant",
+            wsd_decay_steps=max(1, round(decay_steps * spec.decay_fraction)),
+            lr_wsd_decay_style="linear",
+        )
+        self._max_norm = spec.clip_grad
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps made so far."""
+        return int(self._scheduler.num_steps)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the last step."""
+        self._optimizer.zero_grad()
+
+    def step(self) -> OptimizerStep | None:
+        """Clip, update the weights, and gather them over data-parallel ranks; None if a gradient is not finite."""
+        self._scheduler.step(increment=1)
+        with runtime.optimizer_patches():
+            ok, grad_norm, _ = self._optimizer.step()
+        if not ok or grad_norm is None or not math.isfinite(grad_norm):
+            return None
+        lr = next(group["lr"] for group in self._optimizer.param_groups if group["params"])
+        return OptimizerStep(grad_norm=float(grad_norm), lr=float(lr))
+
+    def shards(self) -> Iterator[tuple[DistributedOptimizer, torch.nn.Parameter, Tensor, int, int]]:
+        """Each model parameter this rank owns a part of: (part, parameter, main shard [end-start], start, end)."""
+        for part in self._parts:
+            for parameter in part.model_param_gbuf_map:
+                owned = part._get_model_param_range_map(parameter)["param"]
+                group, order = part.model_param_group_index_map[parameter]
+                yield part, parameter, part.optimizer.param_groups[group]["params"][order], owned.start, owned.end
+
+    def restore(self, updates: int) -> None:
+        """Set the schedule to `updates` optimizer steps done."""
+        self._scheduler.num_steps = updates
+        self._scheduler.step(increment=0)
+
+    def reload_main_params(self) -> None:
+        """Copy the model's weights into the optimizer's master copies (after loading weights)."""
+        with runtime.optimizer_patches():
+            self._optimizer.reload_model_params()

@@ -1,0 +1,279 @@
+"""`PolicyRank`: one rank's part of the trainable model, hosted in a worker group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_like.algorithms.objectives import Objective, Outputs, StepStats
+from nemo_rl_like.artifacts import faults
+from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.checkpoint.shards import ShardFile
+from nemo_rl_like.cluster.context import RankContext
+from nemo_rl_like.model import runtime
+from nemo_rl_like.model.factory import build_model
+from nemo_rl_like.model.forward import MegatronModel, hidden_states
+from nemo_rl_like.model.heads import token_logprobs
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.policy.ddp import DistributedDataParallel, run_schedule, wrap_ddp
+from nemo_rl_like.policy.gap import QUANTILES, GapExceeded, GapLimit, gap_quantiles
+from nemo_rl_like.policy.megatron import parallel_state
+from nemo_rl_like.policy.optimizer import PolicyOptimizer
+from nemo_rl_like.policy.store import PolicyStore
+from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
+from nemo_rl_like.tokens.batch import TokenBatch
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class NonFinite(NrlError):
+    """The loss or a gradient is not finite; the step was not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One walk over a batch's rows: at which temperature, and which loss (None: log-probs only)."""
+
+    temperature: float
+    objective: Objective | None = None
+    stats: StepStats | None = None
+
+    @property
+    def with_entropy(self) -> bool:
+        """Whether entropy is computed beside log-probs."""
+        return self.objective is not None and self.objective.needs_entropy
+
+
+class PolicyRank:
+    """One rank of a policy: its shard of the Megatron model and, once training starts, DDP and the optimizer.
+
+    Args: `context` from the worker group, with axes dp, pp, tp; `folder`, a Hugging Face folder (with weights, unless
+    `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `timeout_s` bounds each
+    collective, in seconds. Every method is collective: all ranks call it with the same arguments.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        folder: str,
+        policy: PolicySpec,
+        dtype: str,
+        initialize: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._context = context
+        self._spec = policy
+        layout = policy.layout
+        runtime.init_distributed(
+            context.rank,
+            context.world_size,
+            context.master_addr,
+            context.master_port,
+            layout.tp,
+            layout.pp,
+            timeout_s,
+            context.threads,
+        )
+        self.config = ModelConfig.from_hf_folder(Path(folder))
+        weights = SafetensorsReader(Path(folder)) if initialize is None else None
+        self.model: MegatronModel = build_model(self.config, layout, DTYPES[dtype], seed=initialize, weights=weights)
+        self._ddp: DistributedDataParallel | None = None
+        self._optimizer: PolicyOptimizer | None = None
+        self._store = PolicyStore(self.model, self.config, Path(folder))
+
+    # -- training
+
+    def start_training(self, optimizer: OptimizerSpec, total_updates: int) -> None:
+        """Wrap the model for gradients and make the optimizer; `total_updates` optimizer steps span the schedule."""
+        self._ddp = wrap_ddp(self.model)
+        self._optimizer = PolicyOptimizer(self._ddp, optimizer, total_updates)
+
+    def train_step(
+        self,
+        batch: TokenBatch,
+        rows: Sequence[int] | None,
+        objective: Objective,
+        temperature: float = 1.0,
+        gap: GapLimit | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on these rows of the batch (None: all of them); returns its metrics.
+
+        `gap` also compares the current log-probs with the engine's before anything is updated. Raises GapExceeded, and
+        NonFinite when the loss or a gradient is not finite; the weights are then as before.
+        """
+        ddp, optimizer = self._training()
+        part = batch if rows is None else batch.select(rows)
+        stats = objective.prepare(part)
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        flat, sums = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
+        metrics = self._report(part, stats.live_rows, flat, sums, objective.metric_names, gap)
+        step = optimizer.step()
+        if step is None:
+            raise NonFinite(f"update {optimizer.updates}: a gradient is not finite, the step was not made")
+        faults.point("optimizer.mid")
+        return {**metrics, "grad_norm": step.grad_norm, "lr": step.lr, "trained_rows": float(stats.live_rows.sum())}
+
+    def evaluate_loss(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
+        """The objective's metrics on the whole batch at temperature 1, without a step."""
+        stats = objective.prepare(batch)
+        flat, sums = self._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=False)
+        return self._report(batch, stats.live_rows, flat, sums, objective.metric_names, None)
+
+    def logprobs(
+        self, batch: TokenBatch, temperature: float, gap: GapLimit | None = None
+    ) -> tuple[ray.ObjectRef, dict[str, float]]:
+        """Reference to the log-probs float32 [N] of the batch's trained tokens (0 elsewhere), and the gap metrics."""
+        rows = batch.trained_per_row > 0
+        flat, sums = self._walk(batch, rows, Walk(temperature), training=False)
+        metrics = self._report(batch, rows, flat, sums, (), gap)
+        return ray.put(flat.cpu()), metrics
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs at temperature 1 of every token after the first of each row (weight-sync probes)."""
+        batch = probe_batch(rows)
+        flat, _ = self._walk(batch, torch.ones(batch.rows, dtype=torch.bool), Walk(1.0), training=False)
+        cuts = batch.cu_seqlens.tolist()
+        values = flat.tolist()
+        return [values[a + 1 : b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    # -- one walk over micro-batches
+
+    def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> tuple[Tensor, Tensor]:
+        """Run Megatron's schedule over the rows marked true.
+
+        Returns, equal on every rank: log-probs float32 [N] (0 where not scored) and the sums of the objective's metrics.
+        """
+        micro_batches = plan_microbatches(
+            batch,
+            rows.nonzero()[:, 0].tolist(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            kind=self._spec.rows,
+            token_budget=self._spec.micro_batch_tokens,
+        )
+        names = walk.objective.metric_names if walk.objective is not None else ()
+        device = runtime.device()
+        flat = torch.zeros(batch.tokens.numel(), dtype=torch.float32, device=device)
+        sums = torch.zeros(len(names), dtype=torch.float32, device=device)
+
+        def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, partial[object]]:
+            micro_batch = next(iterator)
+            return hidden_states(model, micro_batch), partial(score, micro_batch)
+
+        def score(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+            outputs = self._outputs(hidden, micro_batch, walk)
+            index = micro_batch.source_index.to(device)
+            flat[index] = outputs.logprobs.detach()
+            loss = outputs.logprobs.sum() * 0.0
+            if walk.objective is not None and walk.stats is not None:
+                values = {k: v[micro_batch.source_index].to(device) for k, v in walk.stats.values.items()}
+                weights = walk.stats.weights[micro_batch.source_index].to(device)
+                part = walk.objective.loss(outputs, values, weights, walk.stats)
+                sums.add_(torch.stack([part.metrics[name].float() for name in names]))
+                loss = part.loss
+            return loss, torch.zeros((), dtype=torch.int, device=device), None
+
+        run_schedule(self._ddp if training and self._ddp else self.model, micro_batches, forward, training=training)
+        return self._share(flat, sums)
+
+    def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk) -> Outputs:
+        out = token_logprobs(
+            hidden,
+            self.model.head_weight(),
+            micro_batch.targets.to(hidden.device),
+            temperature=walk.temperature,
+            vocab_size=self.config.vocab_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_tokens=self._spec.logprob_chunk_tokens,
+            want_entropy=walk.with_entropy,
+        )
+        return Outputs(out.logprobs, out.entropy)
+
+    def _share(self, flat: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last stages computed, summed over data-parallel ranks, on every rank: one all-reduce."""
+        tells = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        if not tells:
+            flat.zero_()
+            sums.zero_()
+        both = torch.cat([flat, sums])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(both)
+        return both[: flat.numel()], both[flat.numel() :]
+
+    def _report(
+        self,
+        batch: TokenBatch,
+        rows: Tensor,
+        flat: Tensor,
+        sums: Tensor,
+        names: Sequence[str],
+        gap: GapLimit | None,
+    ) -> dict[str, float]:
+        """Metrics as numbers: the one device-to-host copy of a step. Raises GapExceeded and NonFinite."""
+        values = sums
+        if gap is not None:
+            mask = batch.loss_mask & rows[batch.row_of_token]
+            quantiles = gap_quantiles(flat, batch.behavior.to(flat.device), mask.to(flat.device))
+            values = torch.cat([sums, quantiles])
+            names = (*names, *QUANTILES)
+        metrics = dict(zip(names, values.tolist(), strict=True))
+        if gap is not None and not metrics["gap/p99"] < gap.p99:
+            raise GapExceeded({name: metrics[name] for name in QUANTILES}, gap)
+        if metrics.get("loss", 0.0) != metrics.get("loss", 0.0):
+            raise NonFinite("the loss is not a number; the step was not made")
+        return metrics
+
+    def _training(self) -> tuple[DistributedDataParallel, PolicyOptimizer]:
+        if self._ddp is None or self._optimizer is None:
+            raise RuntimeError("start_training must come before train_step")
+        return self._ddp, self._optimizer
+
+    # -- weights out and in
+
+    def save(self, folder: str) -> tuple[ShardFile, ...]:
+        """Write `weights/` (a Hugging Face folder) and, in training, `optimizer/` under `folder`; rank 0 returns the shards."""
+        return self._store.save(Path(folder), self._optimizer)
+
+    def load(self, folder: str, updates: int | None) -> None:
+        """Load `weights/` of a checkpoint; with `updates`, also the optimizer state after that many steps."""
+        self._store.load_weights(Path(folder) / "weights")
+        if self._optimizer is not None:
+            self._optimizer.reload_main_params()
+            if updates is not None:
+                self._store.load_optimizer(Path(folder) / "optimizer", self._optimizer, updates)
+
+
+def probe_batch(rows: Sequence[Sequence[int]]) -> TokenBatch:
+    """Rows of plain token ids in which every token after the first is scored."""
+    lengths = torch.tensor([len(row) for row in rows])
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    count = int(cu[-1])
+    mask = torch.ones(count, dtype=torch.bool)
+    mask[cu[:-1]] = False
+    ids = torch.arange(len(rows))
+    return TokenBatch(
+        tokens=torch.tensor([t for row in rows for t in row]),
+        cu_seqlens=cu,
+        prompt_lens=torch.ones(len(rows), dtype=torch.int64),
+        loss_mask=mask,
+        behavior=torch.zeros(count),
+        version=torch.full((count,), -1, dtype=torch.int32),
+        prompt_id=ids,
+        group_id=ids,
+        episode_id=ids,
+        valid=torch.ones(len(rows), dtype=torch.bool),
+    )

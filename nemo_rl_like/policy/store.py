@@ -1,0 +1,83 @@
+"""A policy's weights and optimizer state on disk, in Hugging Face names and shapes, so that they load at any layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_like.checkpoint.layout import INDEX
+from nemo_rl_like.checkpoint.shards import ShardFile, ShardWriter
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_io import PrefixedReader, SafetensorsReader
+from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.policy.moments import MASTER, MOMENTS, GatheredState, put_state
+from nemo_rl_like.policy.optimizer import PolicyOptimizer
+
+
+class PolicyStore:
+    """Reads and writes one rank's model; every method is collective, rank 0 of the world writes."""
+
+    def __init__(self, model: MegatronModel, config: ModelConfig, source: Path) -> None:
+        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries."""
+        self._model = model
+        self._source = source
+        self._map = WeightMap(config)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def save(self, folder: Path, optimizer: PolicyOptimizer | None) -> tuple[ShardFile, ...]:
+        """Write `weights/` (with config and tokenizer: a whole Hugging Face folder) and `optimizer/`; returns the shards.
+
+        Only rank 0 writes and returns any.
+        """
+        files = self._write(folder, "weights", self._map.iter_hf(self._model))
+        if dist.get_rank() == 0:
+            copy_side_files(self._source, folder / "weights")
+        if optimizer is not None:
+            files += self._write(folder, "optimizer", self._moments(optimizer))
+        return files
+
+    def _write(
+        self, folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]
+    ) -> tuple[ShardFile, ...]:
+        if dist.get_rank() != 0:
+            for _ in tensors:
+                pass
+            return ()
+        writer = ShardWriter(folder, section)
+        for name, tensor in tensors:
+            if tensor is not None:
+                writer.add(name, tensor)
+        return writer.close()
+
+    def _moments(self, optimizer: PolicyOptimizer) -> Iterator[tuple[str, Tensor | None]]:
+        for kind in self._kinds():
+            state = GatheredState(optimizer, self._names, kind)
+            for name, tensor in self._map.iter_hf(self._model, state):
+                yield f"{kind}/{name}", tensor
+
+    def _kinds(self) -> tuple[str, ...]:
+        return MOMENTS if self._model.dtype is torch.float32 else (*MOMENTS, MASTER)
+
+    def load_weights(self, folder: Path) -> None:
+        """Take this rank's weights from a Hugging Face folder."""
+        self._map.load_hf(self._model, SafetensorsReader(folder))
+
+    def load_optimizer(self, folder: Path, optimizer: PolicyOptimizer, updates: int) -> None:
+        """Take this rank's optimizer state from `folder`, as it was after `updates` optimizer steps."""
+        reader = SafetensorsReader(folder)
+        kinds = {kind: self._map.scatter_hf(self._model, PrefixedReader(reader, kind)) for kind in self._kinds()}
+        put_state(optimizer, self._names, kinds, updates)
+        optimizer.restore(updates)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy everything of a Hugging Face folder but weights: configuration, tokenizer, chat template."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith((".safetensors", INDEX, ".bin")):
+            shutil.copyfile(file, target / file.name)
