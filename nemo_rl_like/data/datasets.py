@@ -1,0 +1,136 @@
+"""JSONL files of conversations: read whole, checked line by line, hashed by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.data.content_split import split_by_content
+from nemo_rl_like.data.messages import JSON, ROLES, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One line of a file."""
+
+    messages: tuple[Message, ...]
+    """The conversation."""
+    fields: Mapping[str, JSON]
+    """What else stands in the line, for example a label."""
+    line: int
+    """Line number in the file, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDataset:
+    """The examples of one file."""
+
+    source: str
+    """The file, for messages to people."""
+    examples: tuple[Example, ...]
+    """At least one, in the order of the file."""
+    sha256: str
+    """Hash of the examples' content and order; blank lines and JSON spacing do not change it."""
+
+
+def load_messages(path: str | Path) -> MessageDataset:
+    """Read a JSONL file of conversations.
+
+    A line is `{"messages": [{"role", "content"}, ...], ...}`, a list of `{"role", "content"}`, or one `{"role", "content", ...}`.
+
+    Raises:
+        InputError: the file cannot be read, a line is malformed (names file, line and field), or there is no example.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; give the path of a JSONL file with one conversation a line")
+    examples = tuple(_examples(file))
+    if not examples:
+        raise InputError(
+            f'{file}: the dataset is empty; it needs at least one line like {{"messages": [{{"role": "user", ...}}]}}'
+        )
+    return MessageDataset(source=str(file), examples=examples, sha256=_hash(examples))
+
+
+def split_dataset(
+    dataset: MessageDataset, fraction: float, seed: int
+) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """(training, validation) examples, split by content: equal conversations stay on one side.
+
+    `fraction` of the distinct conversations, rounded down, are held out; at least one is left for training.
+    """
+    distinct = {conversation_key(e.messages) for e in dataset.examples}
+    wanted = min(int(len(distinct) * fraction), len(distinct) - 1)
+    held_keys = frozenset(split_by_content(list(distinct), lambda key: key, validation=0, test=wanted, seed=seed).test)
+    held = tuple(e for e in dataset.examples if conversation_key(e.messages) in held_keys)
+    return tuple(e for e in dataset.examples if conversation_key(e.messages) not in held_keys), held
+
+
+def conversation_key(messages: Sequence[Message]) -> str:
+    """Equal for equal conversations and only for these."""
+    return json.dumps([[m.role, m.content] for m in messages], ensure_ascii=False)
+
+
+def parse_conversation(value: JSON, where: str) -> tuple[tuple[Message, ...], Mapping[str, JSON]]:
+    """Messages and further fields of one JSON row. Raises InputError that starts with `where` and names the field."""
+    if isinstance(value, list):
+        return _messages(value, where, ""), {}
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: a row must be an object or a list of messages, got {type(value).__name__}")
+    if "messages" in value:
+        rows = value["messages"]
+        if not isinstance(rows, list):
+            raise InputError(f"{where}: messages: must be a list of {{role, content}}, got {type(rows).__name__}")
+        return _messages(rows, where, "messages"), {k: v for k, v in value.items() if k != "messages"}
+    if "role" in value or "content" in value:
+        return (_message(value, where, ""),), {k: v for k, v in value.items() if k not in ("role", "content")}
+    raise InputError(f"{where}: has neither `messages` nor `role` and `content`; its keys are {sorted(value)}")
+
+
+def _examples(file: Path) -> Iterator[Example]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: is not UTF-8 text (byte {error.start}); convert it with `iconv -t utf-8`") from error
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{where}: is not valid JSON: {error.msg} at column {error.colno}") from error
+        messages, fields = parse_conversation(value, where)
+        yield Example(messages=messages, fields=fields, line=number)
+
+
+def _messages(rows: list[JSON], where: str, field: str) -> tuple[Message, ...]:
+    if not rows:
+        raise InputError(f"{where}: {field or 'the list'}: has no message; it needs at least one")
+    return tuple(_message(row, where, f"{field}[{i}]") for i, row in enumerate(rows))
+
+
+def _message(row: JSON, where: str, field: str) -> Message:
+    prefix = f"{field}." if field else ""
+    if not isinstance(row, dict):
+        raise InputError(
+            f"{where}: {field or 'the row'}: must be an object with role and content, got {type(row).__name__}"
+        )
+    role, content = row.get("role"), row.get("content")
+    if role not in ROLES:
+        raise InputError(f"{where}: {prefix}role: is {role!r}, must be one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise InputError(f"{where}: {prefix}content: must be text, got {type(content).__name__}")
+    return Message(str(role), content)
+
+
+def _hash(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        row = [[[m.role, m.content] for m in example.messages], dict(example.fields)]
+        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+    return digest.hexdigest()
