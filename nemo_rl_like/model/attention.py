@@ -1,0 +1,159 @@
+"""Attention that a micro-batch lays out: rotary positions by token, and one `AttentionLayout` for all layers.
+
+Megatron hands `packed_seq_params` unchanged to the core attention of every layer. This package passes an `AttentionCall` there:
+how rows attend (the layout) and the cosines of this micro-batch's positions. Both are made once per micro-batch, not per layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nemo_rl_like.model.mcore import MegatronModule, TransformerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Cosines and sines of a micro-batch's positions."""
+
+    cos: Tensor
+    """[s, b, 1, head_dim / 2]"""
+    sin: Tensor
+    """[s, b, 1, head_dim / 2]"""
+
+
+class AttentionLayout(Protocol):
+    """Which tokens attend to which. Tensors are this rank's heads, with rotary positions applied."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]. `layer` counts this stage's layers from 1."""
+        ...
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> AttentionLayout:
+        """The same layout with its index tensors on `device` and its additive masks in `dtype`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one forward pass hands to every layer's core attention, in the place of Megatron's `PackedSeqParams`."""
+
+    layout: AttentionLayout
+    rotary: Rotary
+    qkv_format: str = "sbhd"
+    """Read by Megatron: keep [s, b, heads, d], do not flatten."""
+
+
+def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
+    """float32 [head_dim / 2]: theta^(-2i / head_dim), in radians per position (Su et al. 2021, eq. 15)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return 1.0 / (theta**exponent)
+
+
+def rotary_of(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotary:
+    """Cosines and sines for `position_ids` [b, s], computed in float32 and returned in `dtype`."""
+    angle = (position_ids.t()[..., None].float() * frequencies)[:, :, None, :]
+    return Rotary(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate `x` [s, b, heads, d] by its positions, halves convention: (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    return _Rotate.apply(x, rotary.cos, rotary.sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation in few passes; its backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1.0), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=direction)
+    return out
+
+
+def scaled_dot_product(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None = None
+) -> Tensor:
+    """Softmax(q k^T / sqrt(d)) v with grouped heads.
+
+    [B, q, heads, d], [B, k, kv_heads, d] twice -> [B, q, heads, d]; `mask` is additive, broadcastable to [B, heads, q, k].
+    """
+    out = functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+class LayoutAttention(MegatronModule):
+    """Megatron core attention that rotates queries and keys and lets the micro-batch's layout attend."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object = None,
+        attention_type: str = "self",
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: object = None,
+    ) -> None:
+        super().__init__(config=config)
+        expected = 1.0 / math.sqrt(config.kv_channels)
+        if attention_type != "self" or softmax_scale not in (None, expected):
+            raise ValueError(f"attention_type {attention_type!r} with softmax_scale {softmax_scale} is not supported")
+        self.layer_number = layer_number
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: AttentionCall | None = None,
+    ) -> Tensor:
+        """[s, b, heads, d] and twice [s, b, kv_heads, d], not yet rotated -> [s, b, heads * d]."""
+        if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
+            raise ValueError("this attention takes its layout from an AttentionCall; masks and biases are not accepted")
+        call = packed_seq_params
+        return call.layout.attend(self.layer_number, rotate(query, call.rotary), rotate(key, call.rotary), value)
+
+
+class RmsNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019); the signature that Megatron's specs build."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape and type."""
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -1,0 +1,234 @@
+"""The attention layouts of a forward pass: padded rows, rows end to end, and a prompt shared by its responses.
+
+None of them builds a [tokens, tokens] mask: attention runs per block of rows of similar length, and every index and mask is made
+once per micro-batch and used by all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.model.attention import scaled_dot_product
+
+_MAX_WASTE = 1.25
+"""Rows share a block while padding them to the longest costs at most this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class CausalLayout:
+    """[b, s] rows padded on the right; a token attends to itself and to what stands before it in its row."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionLayout`."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        return scaled_dot_product(q, k, v, causal=True).transpose(0, 1).flatten(2)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> CausalLayout:
+        """See `AttentionLayout`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Consecutive rows that lie end to end in tokens `start`..`stop`, and how to pad them to [rows, width]."""
+
+    start: int
+    stop: int
+    rows: int
+    width: int
+    """Longest row, in tokens."""
+    pad: Tensor | None
+    """int64 [rows * width] token (from `start`) at each padded place, any token where there is none; None: no padding."""
+    unpad: Tensor | None
+    """int64 [stop - start] padded place of each token; None: no padding."""
+
+    @classmethod
+    def of(cls, start: int, lengths: Sequence[int]) -> RowBlock:
+        """The block of rows with these lengths, the first at token `start`."""
+        rows, width, tokens = len(lengths), max(lengths, default=0), sum(lengths)
+        if rows * width == tokens:
+            return cls(start, start + tokens, rows, width, None, None)
+        count = torch.tensor(lengths)
+        first = torch.cumsum(count, 0) - count
+        column = torch.arange(width)
+        pad = (first[:, None] + torch.minimum(column, count[:, None] - 1)).flatten()
+        unpad = torch.arange(rows * width)[(column < count[:, None]).flatten()]
+        return cls(start, start + tokens, rows, width, pad, unpad)
+
+    def to_rows(self, tokens: Tensor) -> Tensor:
+        """[tokens, heads, d] of the micro-batch -> [rows, width, heads, d]; padded places hold some token's value."""
+        mine = tokens[self.start : self.stop]
+        if self.pad is not None and self.unpad is not None:
+            mine = _Pad.apply(mine, self.pad, self.unpad)
+        return mine.unflatten(0, (self.rows, self.width))
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """[rows, width, heads, d] -> [stop - start, heads * d]."""
+        flat = rows.flatten(2).flatten(0, 1)
+        if self.pad is not None and self.unpad is not None:
+            return _Unpad.apply(flat, self.unpad)
+        return flat
+
+    def to(self, device: torch.device) -> RowBlock:
+        """The same block with its index tensors on `device`."""
+        if self.pad is None or self.unpad is None:
+            return self
+        return replace(self, pad=self.pad.to(device), unpad=self.unpad.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """b = 1: rows end to end, sorted so that blocks hold rows of similar length; each row attends causally to itself."""
+
+    blocks: tuple[RowBlock, ...]
+    cu_seqlens: Tensor
+    """int32 [rows + 1] cuts between rows (for kernels that take variable lengths)."""
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> PackedLayout:
+        """The layout of rows with these lengths, laid end to end in this order."""
+        cuts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cuts[1:] = torch.cumsum(torch.tensor(lengths), 0)
+        blocks, start = [], 0
+        for part in similar_lengths(lengths):
+            blocks.append(RowBlock.of(start, [lengths[i] for i in part]))
+            start = blocks[-1].stop
+        return cls(tuple(blocks), cuts, max(lengths))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionLayout`."""
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        return _joined([_causal(block, q, k, v) for block in self.blocks])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> PackedLayout:
+        """See `AttentionLayout`."""
+        blocks = tuple(b.to(device) for b in self.blocks)
+        return replace(self, blocks=blocks, cu_seqlens=self.cu_seqlens.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBlock:
+    """Some prompts end to end, then their responses end to end."""
+
+    prompts: RowBlock
+    responses: RowBlock | None
+    """None: no response has an input token."""
+    prompt_of_response: Tensor
+    """int64 [responses] row in `prompts`."""
+    mask: Tensor
+    """[responses or 1, 1, response width, prompt width + response width] 0 where a response token attends, else -inf."""
+
+    @classmethod
+    def of(cls, start: int, prompt_lengths: Sequence[int], responses: Sequence[tuple[int, int]]) -> PrefixBlock:
+        """Prompts of these lengths from token `start` on, then one response per (prompt row, length > 0)."""
+        prompts = RowBlock.of(start, prompt_lengths)
+        if not responses:
+            return cls(prompts, None, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+        own = RowBlock.of(prompts.stop, [length for _, length in responses])
+        prompt_of_response = torch.tensor([row for row, _ in responses])
+        visible = torch.tensor(prompt_lengths)[prompt_of_response]
+        if prompts.pad is None:
+            visible = visible[:1]
+        on_prompt = (torch.arange(prompts.width) < visible[:, None])[:, None, :].expand(-1, own.width, -1)
+        on_own = torch.ones(own.width, own.width, dtype=torch.bool).tril().expand(len(visible), -1, -1)
+        allowed = torch.cat([on_prompt, on_own], dim=2)[:, None]
+        mask = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
+        return cls(prompts, own, prompt_of_response, mask)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """[tokens, heads, d] of the micro-batch -> this block's outputs, each [tokens, heads * d], prompts first."""
+        outputs = [_causal(self.prompts, q, k, v)]
+        if self.responses is not None:
+            keys, values = (self._prompt_and_own(x, self.responses) for x in (k, v))
+            rows = scaled_dot_product(self.responses.to_rows(q), keys, values, causal=False, mask=self.mask)
+            outputs.append(self.responses.to_tokens(rows))
+        return outputs
+
+    def _prompt_and_own(self, tokens: Tensor, responses: RowBlock) -> Tensor:
+        prompt = self.prompts.to_rows(tokens).index_select(0, self.prompt_of_response)
+        return torch.cat([prompt, responses.to_rows(tokens)], dim=1)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> PrefixBlock:
+        """The same block with its index tensors on `device` and its mask in `dtype`."""
+        return PrefixBlock(
+            self.prompts.to(device),
+            None if self.responses is None else self.responses.to(device),
+            self.prompt_of_response.to(device),
+            self.mask.to(device, dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixLayout:
+    """b = 1: a prompt once, then its responses; a response token attends to the prompt and causally to its own response."""
+
+    blocks: tuple[PrefixBlock, ...]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionLayout`."""
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        return _joined([part for block in self.blocks for part in block.attend(q, k, v)])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> SharedPrefixLayout:
+        """See `AttentionLayout`."""
+        return SharedPrefixLayout(tuple(b.to(device, dtype) for b in self.blocks))
+
+
+def similar_lengths(lengths: Sequence[int]) -> list[range]:
+    """Cut sorted `lengths` into runs that waste little when padded to their longest row. Returns ranges of indices."""
+    runs: list[range] = []
+    first, total = 0, 0
+    for i, length in enumerate(lengths):
+        longest = max(length, lengths[first])
+        if i > first and (i + 1 - first) * longest > _MAX_WASTE * (total + length):
+            runs.append(range(first, i))
+            first, total = i, 0
+        total += length
+    if lengths:
+        runs.append(range(first, len(lengths)))
+    return runs
+
+
+def _causal(block: RowBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = scaled_dot_product(block.to_rows(q), block.to_rows(k), block.to_rows(v), causal=True)
+    return block.to_tokens(rows)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return whole.unsqueeze(1)
+
+
+class _Pad(torch.autograd.Function):
+    """Rows end to end -> padded rows. Padded places are never used, so the backward takes the real places only."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, pad: Tensor, unpad: Tensor) -> Tensor:
+        ctx.save_for_backward(unpad)
+        return x.index_select(0, pad)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (unpad,) = ctx.saved_tensors
+        return grad.index_select(0, unpad), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded rows -> rows end to end; the backward leaves zeros at padded places."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, unpad: Tensor) -> Tensor:
+        ctx.save_for_backward(unpad)
+        ctx.places = x.shape[0]  # type: ignore[attr-defined]
+        return x.index_select(0, unpad)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (unpad,) = ctx.saved_tensors
+        out = grad.new_zeros(ctx.places, *grad.shape[1:])  # type: ignore[attr-defined]
+        return out.index_copy_(0, unpad, grad), None

@@ -1,0 +1,78 @@
+"""`MegatronModel`: Megatron's `GPTModel` that takes a `MicroBatch` and ends in hidden states of the scored tokens.
+
+The head is applied outside (`model.heads`), on scored tokens only and in chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotary_frequencies, rotary_of
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.layouts import MicroBatch
+from nemo_rl_like.model.mcore import GPTModel, ModuleSpec, TransformerBlockSubmodules, TransformerConfig
+
+
+class MegatronModel(GPTModel):
+    """This rank's pipeline stage and tensor shard of the model."""
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        config: TransformerConfig,
+        spec: ModuleSpec | TransformerBlockSubmodules,
+        *,
+        pre_process: bool,
+        post_process: bool,
+    ) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tie_embeddings,
+            position_embedding_type="none",
+        )
+        self.shape = shape
+        self.dtype: torch.dtype = config.params_dtype
+        self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Hidden states [M, H] that predict the micro-batch's targets; before the last stage, [s, b, H] for the next one."""
+        hidden = self.run_stage(micro_batch.input_ids, micro_batch.position_ids, micro_batch.attention)
+        if not self.post_process:
+            return hidden
+        return select_places(hidden, micro_batch.predict_index)
+
+    def run_stage(self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
+        """This stage's layers over tokens [b, s] -> hidden states [s, b, H], normed on the last stage.
+
+        A stage that is not the first reads its input from `set_input_tensor`, as Megatron's schedules do.
+        """
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        if self._frequencies.device != position_ids.device:
+            self._frequencies = self._frequencies.to(position_ids.device)
+        rotary = rotary_of(position_ids, self._frequencies, self.dtype)
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            packed_seq_params=AttentionCall(layout, rotary),
+        )
+        return hidden
+
+
+def select_places(hidden: Tensor, index: Tensor) -> Tensor:
+    """[s, b, H] and flat places [M] of b * s (row-major) -> [M, H]."""
+    length, rows = hidden.shape[:2]
+    place = index if rows == 1 else (index % length) * rows + index // length
+    return hidden.flatten(0, 1).index_select(0, place)
+
+
+def hidden_states(model: MegatronModel, micro_batch: MicroBatch) -> Tensor:
+    """`model(micro_batch)` with the micro-batch moved to the model's device: [M, H] on the last stage."""
+    out: Tensor = model(micro_batch.to(next(model.parameters()).device, model.dtype))
+    return out

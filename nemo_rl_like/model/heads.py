@@ -1,0 +1,273 @@
+"""The output head over the vocabulary: log-probs and entropies of scored tokens, never all logits at once.
+
+The vocabulary is cut over the tensor-parallel ranks; one small all-gather makes the normaliser. Math is float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.mcore import parallel_state
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """This rank's rows of the output matrix."""
+
+    weight: Tensor
+    """[V / tp, H], a parameter; the input embedding when tied."""
+    vocab_size: int
+    """Tokens without padding; padded rows never get any probability."""
+    tp_group: dist.ProcessGroup | None = None
+    """Ranks that hold the other rows; None: this rank holds all."""
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share the vocabulary."""
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    @property
+    def first_token(self) -> int:
+        """Token id of this rank's first row."""
+        return 0 if self.tp_group is None else self.tp_group.rank() * self.weight.shape[0]
+
+    @property
+    def real_rows(self) -> int:
+        """Rows of this rank that are not padding."""
+        return min(max(self.vocab_size - self.first_token, 0), self.weight.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What the head says about M scored tokens, in nats."""
+
+    logprobs: Tensor
+    """float32 [M] log-softmax(logits / temperature) at the target, over the whole vocabulary."""
+    entropy: Tensor | None
+    """float32 [M] entropy of that distribution, if asked for."""
+
+
+def output_head(model: MegatronModel) -> OutputHead:
+    """The head of a model's last pipeline stage. Raises ValueError on another stage."""
+    if not model.post_process:
+        raise ValueError("only the last pipeline stage has the output head")
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    group = parallel_state.get_tensor_model_parallel_group()
+    return OutputHead(weight, model.shape.vocab_size, group if group.size() > 1 else None)
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: OutputHead,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    want_entropy: bool = False,
+) -> TokenOutputs:
+    """Log-probs of `targets` [M] from `hidden` [M, H], differentiable in `hidden` and the head's weight.
+
+    log p(y) = z_y - logsumexp(z) and entropy = logsumexp(z) - sum_v p_v z_v, with z = hidden @ weight.T / temperature.
+    The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again (and keeps them when M fits
+    one chunk). Collective over the head's tensor-parallel ranks, which hold the same `hidden` and `targets`, and so does its
+    backward. Raises ValueError if `temperature` or `chunk_tokens` is not positive.
+    """
+    if temperature <= 0 or chunk_tokens < 1:
+        raise ValueError(f"temperature is {temperature} and chunk_tokens {chunk_tokens}; both must be positive")
+    logprobs, entropy = _TokenLogprobs.apply(
+        hidden, head.weight, targets, head, temperature, chunk_tokens, want_entropy
+    )
+    return TokenOutputs(logprobs, entropy)
+
+
+def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:
+    """float32 [M, vocab_size] logits on every tensor-parallel rank, without gradient; for decoding and checks of few tokens."""
+    with torch.no_grad():
+        local = (hidden @ head.weight.t()).float()
+        if head.tp_group is None:
+            return local[:, : head.vocab_size]
+        shards = [torch.empty_like(local) for _ in range(head.tp_size)]
+        dist.all_gather(shards, local.contiguous(), group=head.tp_group)
+        return torch.cat(shards, dim=1)[:, : head.vocab_size]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With p the softmax, g and e the gradients of log-prob and entropy H, the gradient of logit v is
+    g (v = target) - p_v (g + e H) - e p_v log p_v.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: OutputHead,
+        temperature: float,
+        chunk_tokens: int,
+        want_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        shard = _Shard(weight, head.first_token, head.real_rows, temperature)
+        chunks = _chunks(hidden.shape[0], chunk_tokens)
+        kept: _Exponentials | None = None
+        stats = [hidden.new_zeros(0, 3, dtype=torch.float32)]
+        for part in chunks:
+            kept, stat = shard.statistics(hidden[part], targets[part], want_entropy)
+            stats.append(stat)
+        log_norm, target_logit, mean_logit = _over_vocabulary(torch.cat(stats), head)
+        entropy = log_norm - mean_logit if want_entropy else None
+        ctx.save_for_backward(hidden, weight, targets, log_norm, log_norm - mean_logit)
+        ctx.shard, ctx.chunks, ctx.group = shard, chunks, head.tp_group
+        ctx.kept = kept if len(chunks) == 1 and any(ctx.needs_input_grad) else None
+        ctx.set_materialize_grads(False)
+        return target_logit - log_norm, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+        hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_norm)
+        for part in ctx.chunks:
+            chunk = _Chunk(hidden[part], targets[part], log_norm[part], entropy[part])
+            grad_e = None if grad_entropy is None else grad_entropy[part]
+            shard.backward(chunk, ctx.kept, grad_logprobs[part], grad_e, grad_hidden[part], grad_weight)
+        ctx.kept = None
+        if ctx.group is not None and hidden.shape[0]:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        to_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden.to(hidden.dtype), to_weight, None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Exponentials:
+    """Unnormalised probabilities of one chunk on this rank."""
+
+    values: Tensor
+    """float32 [c, V] exp(logit - maximum)"""
+    maximum: Tensor
+    """float32 [c]"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Saved values of one chunk's c tokens."""
+
+    hidden: Tensor
+    targets: Tensor
+    log_norm: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """This rank's part of the head."""
+
+    weight: Tensor
+    first_token: int
+    real_rows: int
+    temperature: float
+
+    def statistics(self, hidden: Tensor, targets: Tensor, want_entropy: bool) -> tuple[_Exponentials | None, Tensor]:
+        """float32 [c, 3] over this rank's tokens: logsumexp, the target's logit (0 if not here), mean logit (if wanted)."""
+        out = hidden.new_zeros(hidden.shape[0], 3, dtype=torch.float32)
+        if self.real_rows == 0:
+            out[:, 0] = float("-inf")
+            return None, out
+        logits = self._logits(hidden)
+        here, row = self._local(targets)
+        out[:, 1] = logits.gather(1, row[:, None])[:, 0] * here
+        maximum = logits.amax(dim=1)
+        below = logits.sub_(maximum[:, None])
+        values = below.exp() if want_entropy else below.exp_()
+        total = values.sum(dim=1)
+        out[:, 0] = maximum + total.log()
+        if want_entropy:
+            out[:, 2] = maximum + torch.linalg.vecdot(values, below) / total
+        return _Exponentials(values, maximum), out
+
+    def backward(
+        self,
+        chunk: _Chunk,
+        kept: _Exponentials | None,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+        grad_hidden: Tensor,
+        grad_weight: Tensor | None,
+    ) -> None:
+        """Add this rank's part of the gradients to `grad_hidden` [c, H] and `grad_weight` [V / tp, H]."""
+        if self.real_rows == 0:
+            return
+        here, row = self._local(chunk.targets)
+        at_target = (grad_logprobs * here)[:, None]
+        matrix, scale = self._softmax_part(chunk, kept, grad_logprobs, grad_entropy)
+        weight = self.weight[: self.real_rows]
+        grad_hidden.addcmul_(weight[row].float(), at_target)
+        grad_hidden.sub_((matrix.to(weight.dtype) @ weight).float().mul_(scale))
+        grad_hidden.div_(self.temperature)
+        if grad_weight is None:
+            return
+        hidden = chunk.hidden.float() / self.temperature
+        grad_weight.index_add_(0, row, hidden * at_target)
+        scaled = hidden.mul_(scale)
+        if weight.dtype == torch.float32:
+            grad_weight[: self.real_rows].addmm_(matrix.t(), scaled, alpha=-1)
+        else:
+            grad_weight[: self.real_rows].sub_(matrix.to(weight.dtype).t() @ scaled.to(weight.dtype))
+
+    def _softmax_part(
+        self, chunk: _Chunk, kept: _Exponentials | None, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[c, V] matrix and [c, 1] row scale whose product is p (g + e H) + e p log p."""
+        if kept is None:
+            matrix, scale = self._logits(chunk.hidden).sub_(chunk.log_norm[:, None]).exp_(), grad_logprobs[:, None]
+        else:
+            matrix = kept.values
+            scale = (grad_logprobs * (kept.maximum - chunk.log_norm).exp())[:, None]
+        if grad_entropy is None:
+            return matrix, scale
+        probability = matrix if kept is None else matrix * (kept.maximum - chunk.log_norm).exp()[:, None]
+        surprise = torch.xlogy(probability, probability).mul_(grad_entropy[:, None])
+        return surprise.addcmul_(probability, (grad_logprobs + grad_entropy * chunk.entropy)[:, None]), torch.ones_like(
+            scale
+        )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """float32 [c, V] logits / temperature of this rank's tokens, a new tensor."""
+        weight = self.weight[: self.real_rows]
+        if hidden.dtype == torch.float32:
+            return (hidden if self.temperature == 1.0 else hidden / self.temperature) @ weight.t()
+        return (hidden @ weight.t()).float().div_(self.temperature)
+
+    def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each target is on this rank, and its row here (some row where it is not)."""
+        row = targets - self.first_token
+        here = (row >= 0) & (row < self.real_rows)
+        return here, row.clamp(0, self.real_rows - 1)
+
+
+def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
+    """[M, 3] of each rank -> float32 [M] logsumexp, target logit and mean logit over the whole vocabulary."""
+    if head.tp_group is None or stats.shape[0] == 0:
+        return stats[:, 0], stats[:, 1], stats[:, 2]
+    shards = [torch.empty_like(stats) for _ in range(head.tp_size)]
+    dist.all_gather(shards, stats, group=head.tp_group)
+    parts = torch.stack(shards)
+    log_norm = parts[..., 0].logsumexp(dim=0)
+    share = (parts[..., 0] - log_norm).exp()
+    return log_norm, parts[..., 1].sum(dim=0), (share * parts[..., 2]).sum(dim=0)
+
+
+def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]

@@ -1,0 +1,315 @@
+"""Rows of a `TokenBatch` -> `MicroBatch`es: what one forward pass eats, on every data-parallel rank the same number of times.
+
+Only what a scored token needs is computed: a row ends before its last scored token (nothing is predicted by it), and a row without
+scored tokens is left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.model.attention import AttentionLayout
+from nemo_rl_like.model.attention_layouts import (
+    CausalLayout,
+    PackedLayout,
+    PrefixBlock,
+    SharedPrefixLayout,
+    similar_lengths,
+)
+from nemo_rl_like.tokens.batch import TokenBatch
+
+Kind = Literal["padded", "packed", "shared_prefix"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass over b rows of s tokens, with M scored tokens.
+
+    The hidden state at flat place `predict_index[j]` (of b * s, row-major) predicts `targets[j]`, which is the token at
+    `source_index[j]` of the flat `TokenBatch`.
+    """
+
+    kind: Kind
+    input_ids: Tensor
+    """int64 [b, s]"""
+    position_ids: Tensor
+    """int64 [b, s] position in the row; under `shared_prefix` a response continues from its prompt's end."""
+    attention: AttentionLayout
+    """Which tokens attend to which."""
+    predict_index: Tensor
+    """int64 [M]"""
+    targets: Tensor
+    """int64 [M]"""
+    source_index: Tensor
+    """int64 [M]"""
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
+        """The same micro-batch on `device`, for activations of `dtype`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            attention=self.attention.to(device, dtype),
+            predict_index=self.predict_index.to(device),
+            targets=self.targets.to(device),
+            source_index=self.source_index.to(device),
+        )
+
+
+def plan_microbatches(
+    batch: TokenBatch,
+    rows: Sequence[int],
+    *,
+    dp_size: int,
+    dp_rank: int,
+    kind: Kind,
+    token_budget: int,
+) -> list[MicroBatch]:
+    """This data-parallel rank's share of `rows` (the whole minibatch's), cut into passes of at most `token_budget` tokens.
+
+    Every rank gets the same number of micro-batches, at least one; a missing one is one token with M = 0. A row (or the part of
+    a prompt's group that cannot be smaller) longer than the budget makes a pass of its own. Rows of one `prompt_id` stay together
+    under `shared_prefix`. The plan is a function of the arguments alone, so ranks need not talk.
+    Raises ValueError if rows of one `prompt_id` have different prompts.
+    """
+    planner = _Planner(batch, rows, kind, token_budget)
+    passes = [planner.passes(units) for units in _deal(planner.units(), dp_size)]
+    count = max(1, max(len(p) for p in passes))
+    mine = [planner.build(p) for p in passes[dp_rank]]
+    return mine + [_nothing(kind)] * (count - len(mine))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Rows that go into one pass together."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    """Input tokens; under `padded`, the row's length."""
+
+
+class _Planner:
+    """Knows each row's input length, and lays rows out."""
+
+    def __init__(self, batch: TokenBatch, rows: Sequence[int], kind: Kind, token_budget: int) -> None:
+        self._batch, self._kind, self._budget = batch, kind, token_budget
+        self._trained = batch.loss_mask.nonzero().flatten()
+        self._cuts = torch.searchsorted(self._trained, batch.cu_seqlens)
+        self._start: list[int] = batch.cu_seqlens.tolist()
+        self._prompt: list[int] = batch.prompt_lens.tolist()
+        self._length = self._input_lengths()
+        self._rows = [row for row in rows if self._length[row] > 0]
+
+    def _input_lengths(self) -> list[int]:
+        """Tokens of each row before its last scored one; 0 for a row without scored tokens."""
+        first, last = self._cuts[:-1], self._cuts[1:]
+        scored = last > first
+        if not bool(scored.any()):
+            return [0] * self._batch.rows
+        end = self._trained[(last - 1).clamp(min=0)] - self._batch.cu_seqlens[:-1]
+        lengths: list[int] = torch.where(scored, end, torch.zeros_like(end)).tolist()
+        return lengths
+
+    def units(self) -> list[_Unit]:
+        """What must not be split: rows, or under `shared_prefix` all rows of one prompt as far as they fit the budget."""
+        if self._kind != "shared_prefix":
+            return [_Unit((row,), self._length[row]) for row in self._rows]
+        groups: dict[int, list[int]] = {}
+        prompt_id = self._batch.prompt_id.tolist()
+        for row in self._rows:
+            groups.setdefault(prompt_id[row], []).append(row)
+        return [unit for rows in groups.values() for unit in self._split_group(rows)]
+
+    def _split_group(self, rows: list[int]) -> list[_Unit]:
+        self._check_one_prompt(rows)
+        prompt = self._prompt[rows[0]]
+        units: list[_Unit] = []
+        members: list[int] = []
+        tokens = prompt
+        for row in rows:
+            own = self._length[row] - prompt
+            if members and tokens + own > self._budget:
+                units.append(_Unit(tuple(members), tokens))
+                members, tokens = [], prompt
+            members.append(row)
+            tokens += own
+        units.append(_Unit(tuple(members), tokens))
+        return units
+
+    def _check_one_prompt(self, rows: list[int]) -> None:
+        lengths = {self._prompt[row] for row in rows}
+        if len(lengths) == 1:
+            length = lengths.pop()
+            starts = torch.tensor([self._start[row] for row in rows])
+            prompts = self._batch.tokens[starts[:, None] + torch.arange(length)]
+            if bool((prompts == prompts[0]).all()):
+                return
+        name = int(self._batch.prompt_id[rows[0]])
+        raise ValueError(
+            f"rows {rows} share prompt_id {name} but not their prompt tokens; give them prompt ids of their own"
+        )
+
+    def passes(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """Units of one rank -> passes that keep to the token budget."""
+        longest_first = sorted(units, key=lambda unit: -unit.tokens)
+        if self._kind == "padded":
+            return self._fill_padded(longest_first)
+        return self._fill_flat(longest_first)
+
+    def _fill_flat(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """First fit, longest first."""
+        bins: list[list[_Unit]] = []
+        room: list[int] = []
+        for unit in units:
+            place = next((i for i, free in enumerate(room) if free >= unit.tokens), None)
+            if place is None:
+                bins.append([unit])
+                room.append(self._budget - unit.tokens)
+            else:
+                bins[place].append(unit)
+                room[place] -= unit.tokens
+        return bins
+
+    def _fill_padded(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """Rows of similar length; a pass costs rows times its longest row."""
+        bins: list[list[_Unit]] = []
+        for unit in units:
+            if bins and (len(bins[-1]) + 1) * bins[-1][0].tokens <= self._budget:
+                bins[-1].append(unit)
+            else:
+                bins.append([unit])
+        return bins
+
+    def build(self, units: list[_Unit]) -> MicroBatch:
+        """Lay out one pass."""
+        if self._kind == "shared_prefix":
+            return self._shared_prefix(units)
+        rows = sorted((row for unit in units for row in unit.rows), key=lambda row: self._length[row])
+        return self._padded(rows) if self._kind == "padded" else self._packed(rows)
+
+    def _padded(self, rows: list[int]) -> MicroBatch:
+        lengths = torch.tensor([self._length[row] for row in rows])
+        width = int(lengths.max())
+        column = torch.arange(width)
+        real = column < lengths[:, None]
+        starts = torch.tensor([self._start[row] for row in rows])
+        source = torch.where(real, starts[:, None] + column, torch.zeros_like(column))
+        input_ids = torch.where(real, self._batch.tokens[source], torch.zeros_like(source))
+        places = torch.arange(len(rows)) * width
+        position_ids = column.expand(len(rows), -1).contiguous()
+        return self._micro_batch(rows, input_ids, position_ids, CausalLayout(), places, places + self._prompts(rows))
+
+    def _packed(self, rows: list[int]) -> MicroBatch:
+        lengths = [self._length[row] for row in rows]
+        source = _ranges([self._start[row] for row in rows], lengths)
+        positions = _ranges([0] * len(rows), lengths)
+        places = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+        layout = PackedLayout.of(lengths)
+        return self._micro_batch(
+            rows, self._batch.tokens[source][None], positions[None], layout, places, places + self._prompts(rows)
+        )
+
+    def _shared_prefix(self, units: list[_Unit]) -> MicroBatch:
+        ordered = sorted(units, key=lambda unit: self._prompt[unit.rows[0]])
+        parts = [
+            _PrefixPart([ordered[i].rows for i in part], self._start, self._prompt, self._length)
+            for part in similar_lengths([self._prompt[unit.rows[0]] for unit in ordered])
+        ]
+        blocks, offset = [], 0
+        for part in parts:
+            blocks.append(part.block(offset))
+            offset += part.tokens
+        source = torch.cat([part.source() for part in parts])
+        positions = torch.cat([part.positions() for part in parts])
+        rows = [row for part in parts for row in part.rows]
+        prompt_places = torch.cat([part.prompt_places + block.prompts.start for part, block in zip(parts, blocks)])
+        rest_places = torch.cat([part.rest_places + block.prompts.start for part, block in zip(parts, blocks)])
+        layout = SharedPrefixLayout(tuple(blocks))
+        return self._micro_batch(
+            rows, self._batch.tokens[source][None], positions[None], layout, prompt_places, rest_places
+        )
+
+    def _prompts(self, rows: list[int]) -> Tensor:
+        return torch.tensor([self._prompt[row] for row in rows])
+
+    def _micro_batch(
+        self,
+        rows: list[int],
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionLayout,
+        prompt_places: Tensor,
+        rest_places: Tensor,
+    ) -> MicroBatch:
+        """Add what is scored; row i's token p lies at `prompt_places[i]` + p in the prompt, `rest_places[i]` + p - prompt after it."""
+        index = torch.tensor(rows)
+        counts = self._cuts[index + 1] - self._cuts[index]
+        source = self._trained[_ranges(self._cuts[index].tolist(), counts.tolist())]
+        row = torch.repeat_interleave(torch.arange(len(rows)), counts)
+        before = source - self._batch.cu_seqlens[index][row] - 1
+        prompt = self._batch.prompt_lens[index][row]
+        place = torch.where(before < prompt, prompt_places[row] + before, rest_places[row] + before - prompt)
+        return MicroBatch(
+            self._kind, input_ids, position_ids, attention, place, self._batch.tokens[source], source_index=source
+        )
+
+
+class _PrefixPart:
+    """Prompt groups of similar prompt length: all prompts, then all responses that have an input token."""
+
+    def __init__(self, groups: list[tuple[int, ...]], start: list[int], prompt: list[int], length: list[int]) -> None:
+        self._prompt_starts = [start[rows[0]] for rows in groups]
+        self._prompt_lengths = [prompt[rows[0]] for rows in groups]
+        self.rows = [row for rows in groups for row in rows]
+        self._group = [g for g, rows in enumerate(groups) for _ in rows]
+        self._own = [length[row] - prompt[row] for row in self.rows]
+        self._own_starts = [start[row] + prompt[row] for row in self.rows]
+        prompt_counts, own_counts = torch.tensor(self._prompt_lengths), torch.tensor(self._own)
+        total = int(prompt_counts.sum())
+        self.tokens = total + int(own_counts.sum())
+        self.prompt_places = (prompt_counts.cumsum(0) - prompt_counts)[self._group]
+        self.rest_places = total + own_counts.cumsum(0) - own_counts
+
+    def source(self) -> Tensor:
+        """int64 [tokens] index in the flat batch."""
+        return torch.cat([_ranges(self._prompt_starts, self._prompt_lengths), _ranges(self._own_starts, self._own)])
+
+    def positions(self) -> Tensor:
+        """int64 [tokens] position in the row."""
+        on_prompts = _ranges([0] * len(self._prompt_lengths), self._prompt_lengths)
+        return torch.cat([on_prompts, _ranges([self._prompt_lengths[g] for g in self._group], self._own)])
+
+    def block(self, offset: int) -> PrefixBlock:
+        """How these tokens attend when they start at `offset`."""
+        responses = [(g, n) for g, n in zip(self._group, self._own, strict=True) if n > 0]
+        return PrefixBlock.of(offset, self._prompt_lengths, responses)
+
+
+def _deal(units: list[_Unit], ranks: int) -> list[list[_Unit]]:
+    """Longest unit first, each to the rank with the fewest tokens so far."""
+    hands: list[list[_Unit]] = [[] for _ in range(ranks)]
+    load = [(0, rank) for rank in range(ranks)]
+    for unit in sorted(units, key=lambda unit: -unit.tokens):
+        tokens, rank = heapq.heappop(load)
+        hands[rank].append(unit)
+        heapq.heappush(load, (tokens + unit.tokens, rank))
+    return hands
+
+
+def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """int64: start, start + 1, ..., start + length - 1 for each pair, end to end."""
+    first, count = torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+    offset = first - (count.cumsum(0) - count)
+    return torch.repeat_interleave(offset, count) + torch.arange(int(count.sum()))
+
+
+def _nothing(kind: Kind) -> MicroBatch:
+    """A pass over one token that scores nothing, for a rank that has run out of rows."""
+    one, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(kind, one, one, CausalLayout(), none, none, none)

@@ -1,0 +1,28 @@
+"""The Megatron Core names this package uses, imported with the CPU shim in place and its import warnings hidden."""
+
+from __future__ import annotations
+
+from nemo_rl_like.model import runtime
+
+runtime.install()
+with runtime.quiet():
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+__all__ = [
+    "GPTModel",
+    "MegatronModule",
+    "ModuleSpec",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "get_gpt_layer_local_spec",
+    "get_num_layers_to_build",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+]

@@ -1,0 +1,172 @@
+"""The one module that branches on the device: CPU with gloo, or CUDA with NCCL.
+
+`install()` must run before the first Megatron import; importing `nemo_rl_like.model.mcore` does it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.model import cpu_shim
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether this machine can do something, and why not."""
+
+    available: bool
+    reason: str
+    """Empty when available."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What needs a GPU or a GPU package, asked in one place."""
+
+    cuda: Capability
+    transformer_engine: Capability
+    fp8: Capability
+    cuda_ipc: Capability
+
+
+def install() -> None:
+    """Make Megatron importable here: the CPU shim where there is no CUDA, and nothing where there is."""
+    if not on_cuda():
+        cpu_shim.install()
+
+
+def on_cuda() -> bool:
+    """Whether this process computes on a GPU."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
+
+
+def backend() -> str:
+    """Name of the collective backend: "nccl" or "gloo"."""
+    return "nccl" if on_cuda() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until the device has done all its work (for timers)."""
+    if on_cuda():
+        torch.cuda.synchronize()
+
+
+def capabilities() -> Capabilities:
+    """What this machine offers; each missing one says why."""
+    if not on_cuda():
+        why = "needs a CUDA GPU; this process sees none"
+        missing = Capability(False, why)
+        return Capabilities(missing, missing, missing, missing)
+    yes = Capability(True, "")
+    engine = yes if find_spec("transformer_engine") else Capability(False, "needs the package transformer-engine")
+    major, minor = torch.cuda.get_device_capability()
+    fp8 = engine
+    if engine.available and (major, minor) < (8, 9):
+        fp8 = Capability(False, f"FP8 needs compute capability 8.9 or newer; this GPU has {major}.{minor}")
+    return Capabilities(cuda=yes, transformer_engine=engine, fp8=fp8, cuda_ipc=yes)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed torch's generators and Megatron's model-parallel ones (needs `init_distributed`)."""
+    from nemo_rl_like.model.mcore import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def optimizer_patches() -> AbstractContextManager[None]:
+    """Context for building a Megatron optimizer and for its `step()`; does nothing on CUDA."""
+    return nullcontext() if on_cuda() else cpu_shim.cuda_type_names()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what Megatron warns about at import and configuration (packages and options this project does not use)."""
+    names = ("megatron.core", "torch._dynamo")
+    levels = {name: logging.getLogger(name).level for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def init_distributed(
+    rank: int,
+    world: int,
+    master_addr: str,
+    master_port: int,
+    tp: int,
+    pp: int,
+    timeout_s: float,
+    threads: int = 0,
+) -> None:
+    """Join the world of ranks and make Megatron's groups; ranks are row-major in (dp, pp, tp), tp fastest.
+
+    `threads` are this rank's CPU threads (0: leave as they are); `timeout_s` bounds every collective, in seconds.
+    Raises InputError if tp * pp does not divide `world`. Sequence parallelism is off. A second call only remakes the
+    model-parallel groups, for another layout of the same world.
+    """
+    if world % (tp * pp):
+        raise InputError(f"world size {world} is not a multiple of tp * pp = {tp} * {pp}; use tp * pp * dp ranks")
+    if threads:
+        torch.set_num_threads(threads)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        _choose_device(rank)
+        dist.init_process_group(
+            backend(), init_method=f"tcp://{master_addr}:{master_port}", rank=rank, world_size=world, timeout=timeout
+        )
+    _init_model_parallel(tp, pp, timeout_s)
+    logger.debug("rank %d of %d joined on %s with tp=%d pp=%d", rank, world, device(), tp, pp)
+
+
+def shutdown_distributed() -> None:
+    """Leave the world; safe to call when never joined."""
+    if not dist.is_initialized():
+        return
+    from nemo_rl_like.model.mcore import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _choose_device(rank: int) -> None:
+    if on_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+
+
+def _init_model_parallel(tp: int, pp: int, timeout_s: float) -> None:
+    from nemo_rl_like.model.mcore import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        order="tp-cp-ep-pp-dp",
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )

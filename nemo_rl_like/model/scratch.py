@@ -1,0 +1,43 @@
+"""Weights of a model made from scratch: each tensor is drawn whole from a generator of its own, so every layout gets the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.weight_map import WeightMap
+
+
+class ScratchReader:
+    """A `TensorReader` whose tensors are a function of (seed, name): normal weights, norms of one, biases of zero."""
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+        self._std, self._seed, self._dtype = config.init_std, seed, dtype
+        self._shapes = WeightMap(config).hf_shapes()
+
+    def keys(self) -> Sequence[str]:
+        """Every tensor's name."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of `name`."""
+        return self._shapes[name]
+
+    def get(self, name: str) -> Tensor:
+        """Draw `name`, in float32, then rounded to the model's type."""
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype)
+        if name.endswith("bias"):
+            return torch.zeros(shape, dtype=self._dtype)
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.empty(shape).normal_(0.0, self._std, generator=generator).to(self._dtype)
+
+    def source(self, name: str) -> str:
+        """There is no file."""
+        return f"a model from scratch with seed {self._seed}"

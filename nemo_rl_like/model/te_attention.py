@@ -1,0 +1,59 @@
+"""The Transformer Engine layer spec, with core attention that understands this package's layouts (CUDA only)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nemo_rl_like.model import runtime
+from nemo_rl_like.model.attention import AttentionCall, rotate
+from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout
+from nemo_rl_like.model.mcore import ModuleSpec
+
+with runtime.quiet():
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+
+class TeLayoutAttention(TEDotProductAttention):
+    """Padded and packed rows on Transformer Engine's kernels; other layouts attend themselves."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: AttentionCall | None = None,
+    ) -> Tensor:
+        """[s, b, heads, d] and twice [s, b, kv_heads, d], not yet rotated -> [s, b, heads * d]."""
+        if packed_seq_params is None:
+            raise ValueError("this attention takes its layout from an AttentionCall")
+        call = packed_seq_params
+        query, key = rotate(query, call.rotary), rotate(key, call.rotary)
+        if isinstance(call.layout, CausalLayout):
+            out: Tensor = super().forward(query, key, value, None, attn_mask_type=AttnMaskType.causal)
+            return out
+        if isinstance(call.layout, PackedLayout):
+            return self._packed(query, key, value, call.layout)
+        return call.layout.attend(self.layer_number, query, key, value)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        cuts, longest = layout.cu_seqlens, layout.max_seqlen
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cuts, cu_seqlens_kv=cuts, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        rows = (x.squeeze(1).contiguous() for x in (query, key, value))
+        out: Tensor = super().forward(*rows, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=params)
+        return out.reshape(out.size(0), 1, -1)
+
+
+def transformer_engine_spec(qk_norm: bool) -> ModuleSpec:
+    """One layer on Transformer Engine. `qk_norm`: queries and keys pass a norm of their own."""
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    spec.submodules.self_attention.submodules.core_attention = TeLayoutAttention
+    return spec

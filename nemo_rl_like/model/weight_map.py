@@ -1,0 +1,321 @@
+"""Hugging Face names and shapes <-> this rank's Megatron parameters, both ways, at any tensor- and pipeline-parallel layout.
+
+Packing: `linear_qkv` is, per key/value head, [its query heads, key, value]; `linear_fc1` is [gate, up]. Tensor parallelism cuts
+embeddings, `linear_qkv` and each half of `linear_fc1` by rows, `linear_proj` and `linear_fc2` by columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_io import TensorReader
+from nemo_rl_like.model.mcore import parallel_state
+
+Packing = Literal["vocab", "qkv", "gate_up", "columns", "whole"]
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MCORE_EMBEDDING, _MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Megatron tensor and the Hugging Face tensors it is made of."""
+
+    packing: Packing
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Hugging Face shapes, in the order of `hf`."""
+    names: tuple[str, ...]
+    """Megatron's name (without the layer's prefix), and its name under Transformer Engine where that differs."""
+    layer: int | None = None
+    """Global layer index; None outside the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a set of Hugging Face keys lacks or has too much."""
+
+    missing: tuple[str, ...]
+    """Needed by the model, absent from the keys."""
+    unmapped: tuple[str, ...]
+    """Present in the keys, without a place in the model."""
+
+
+class WeightMap:
+    """The map for one model shape."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self.entries: tuple[Entry, ...] = tuple(_entries(config))
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every Hugging Face tensor of the model, in file order."""
+        return {name: shape for entry in self.entries for name, shape in zip(entry.hf, entry.shapes, strict=True)}
+
+    def coverage(self, keys: Sequence[str]) -> Coverage:
+        """Compare `keys` with what the model has; a tied head stored a second time and old rotary buffers are allowed."""
+        needed, given = self.hf_shapes(), set(keys)
+        extra = sorted(k for k in given - needed.keys() if not self._harmless(k))
+        return Coverage(tuple(sorted(needed.keys() - given)), tuple(extra))
+
+    def load_hf(self, model: MegatronModel, reader: TensorReader) -> None:
+        """Copy this rank's parameters out of `reader`.
+
+        Raises InputError listing the keys that are missing or have no place, or naming a tensor of the wrong shape.
+        """
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self._local_tensors(model, reader):
+                parameters[name].copy_(tensor)
+
+    def scatter_hf(self, model: MegatronModel, reader: TensorReader) -> dict[str, Tensor]:
+        """This rank's part of each of `reader`'s tensors (for example Adam moments), by parameter name; new tensors."""
+        return {name: tensor.clone() for name, tensor in self._local_tensors(model, reader)}
+
+    def iter_hf(
+        self, model: MegatronModel, tensors: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Collective: yields (Hugging Face name, whole tensor on global rank 0, None on the others), one tensor at a time.
+
+        `tensors` replaces the parameters by tensors of the same names and shapes, all of one dtype. Every rank must run the
+        iterator to its end.
+        """
+        source = dict(model.named_parameters()) if tensors is None else tensors
+        gather = _Gather(source)
+        for entry in self.entries:
+            name = self._local_name(model, entry)
+            local = None if name is None else _named(source, name)
+            full = gather.to_rank_zero(entry, self._owner(entry), local, self._padded_shape(entry))
+            parts = [None] * len(entry.hf) if full is None else self._split(entry, full)
+            yield from zip(entry.hf, parts, strict=True)
+
+    def _local_tensors(self, model: MegatronModel, reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
+        self._check(reader)
+        tp, rank = _tp_size(), parallel_state.get_tensor_model_parallel_rank()
+        filled = set()
+        for entry in self.entries:
+            names = [self._local_name(model, entry), self._tied_copy(model, entry)]
+            for name in (n for n in names if n is not None):
+                filled.add(name)
+                yield name, _shard(entry, self._merge(entry, reader), tp, rank)
+        left = sorted({name for name, _ in model.named_parameters()} - filled)
+        if left:
+            raise ValueError(f"the weight map has no entry for Megatron's parameters {left}")
+
+    def _check(self, reader: TensorReader) -> None:
+        keys = reader.keys()
+        coverage = self.coverage(keys)
+        if coverage.missing or coverage.unmapped:
+            where = reader.source(keys[0]) if keys else "the weights"
+            raise InputError(
+                f"{where}: the weights do not fit a {self._config.family} model of this config.json; "
+                f"missing keys: {list(coverage.missing)}; keys without a place: {list(coverage.unmapped)}"
+            )
+        if self._config.tie_embeddings and _HEAD in keys and not torch.equal(reader.get(_HEAD), reader.get(_EMBEDDING)):
+            raise InputError(
+                f"{reader.source(_HEAD)}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
+                "set tie_word_embeddings to false to keep both"
+            )
+
+    def _merge(self, entry: Entry, reader: TensorReader) -> Tensor:
+        parts = [_checked(reader, name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)]
+        if entry.packing == "qkv":
+            return pack_qkv(parts[0], parts[1], parts[2], self._config.kv_heads)
+        if entry.packing == "gate_up":
+            return torch.cat(parts)
+        if entry.packing == "vocab":
+            extra = self._config.padded_vocab(_tp_size()) - self._config.vocab_size
+            return torch.cat([parts[0], parts[0].new_zeros(extra, parts[0].shape[1])]) if extra else parts[0]
+        return parts[0]
+
+    def _split(self, entry: Entry, full: Tensor) -> list[Tensor]:
+        if entry.packing == "qkv":
+            return list(unpack_qkv(full, self._config.kv_heads, self._config.heads // self._config.kv_heads))
+        if entry.packing == "gate_up":
+            return list(full.chunk(2))
+        return [full[: self._config.vocab_size]] if entry.packing == "vocab" else [full]
+
+    def _padded_shape(self, entry: Entry) -> tuple[int, ...]:
+        rows = self._config.padded_vocab(_tp_size()) if entry.packing == "vocab" else sum(s[0] for s in entry.shapes)
+        return (rows, *entry.shapes[0][1:])
+
+    def _owner(self, entry: Entry) -> int:
+        """Pipeline stage that holds the tensor (the first one for a tied embedding)."""
+        pp = parallel_state.get_pipeline_model_parallel_world_size()
+        if entry.layer is not None:
+            return entry.layer // len(self._config.layers_of_stage(0, pp))
+        return 0 if entry.hf == (_EMBEDDING,) else pp - 1
+
+    def _local_name(self, model: MegatronModel, entry: Entry) -> str | None:
+        """The parameter's name on this stage; None on a stage that does not own it."""
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        if self._owner(entry) != stage:
+            return None
+        prefix = ""
+        if entry.layer is not None:
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            prefix = f"decoder.layers.{entry.layer - self._config.layers_of_stage(stage, stages).start}."
+        present = {name for name, _ in model.named_parameters()}
+        return next((prefix + name for name in entry.names if prefix + name in present), None)
+
+    def _tied_copy(self, model: MegatronModel, entry: Entry) -> str | None:
+        """The last stage's own copy of a tied embedding, when it is not the first stage too."""
+        tied = self._config.tie_embeddings and entry.hf == (_EMBEDDING,)
+        return _MCORE_HEAD if tied and model.post_process and not model.pre_process else None
+
+    def _harmless(self, key: str) -> bool:
+        return key.endswith("rotary_emb.inv_freq") or (self._config.tie_embeddings and key == _HEAD)
+
+
+class _Gather:
+    """Brings one tensor at a time to global rank 0, over the ranks of data-parallel rank 0."""
+
+    def __init__(self, source: Mapping[str, Tensor]) -> None:
+        kinds = {(t.dtype, t.device) for t in source.values()}
+        if len(kinds) != 1:
+            raise ValueError(f"tensors must share one dtype and device, got {sorted(map(str, kinds))}")
+        self._dtype, self._device = kinds.pop()
+        self._takes_part = parallel_state.get_data_parallel_rank() == 0
+        self._tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+
+    def to_rank_zero(self, entry: Entry, owner: int, local: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+        """The whole tensor on global rank 0, None elsewhere."""
+        if not self._takes_part:
+            return None
+        full: Tensor | None = None
+        if self._stage == owner:
+            if local is None:
+                raise ValueError(f"this stage has no Megatron parameter for {entry.hf}")
+            full = self._over_tp(entry, local.detach())
+        if owner == 0 or self._tp_rank != 0:
+            return full if dist.get_rank() == 0 else None
+        return self._over_pp(full, owner, shape)
+
+    def _over_tp(self, entry: Entry, local: Tensor) -> Tensor | None:
+        size, group = _tp_size(), parallel_state.get_tensor_model_parallel_group()
+        if size == 1 or entry.packing == "whole":
+            return local if self._tp_rank == 0 else None
+        leader = dist.get_process_group_ranks(group)[0]
+        shards = [torch.empty_like(local) for _ in range(size)] if self._tp_rank == 0 else None
+        dist.gather(local.contiguous(), shards, dst=leader, group=group)
+        return None if shards is None else _unshard(entry, shards)
+
+    def _over_pp(self, full: Tensor | None, owner: int, shape: tuple[int, ...]) -> Tensor | None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        stages = dist.get_process_group_ranks(group)
+        if full is not None:
+            dist.send(full.contiguous(), dst=stages[0], group=group)
+            return None
+        if self._stage != 0:
+            return None
+        received = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dist.recv(received, src=stages[owner], group=group)
+        return received
+
+
+def pack_qkv(query: Tensor, key: Tensor, value: Tensor, kv_heads: int) -> Tensor:
+    """[heads * d, ...] and twice [kv_heads * d, ...] -> [(heads + 2 kv_heads) * d, ...], per key/value head q.., k, v."""
+    parts = [x.unflatten(0, (kv_heads, -1)) for x in (query, key, value)]
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def unpack_qkv(packed: Tensor, kv_heads: int, queries_per_kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `pack_qkv`."""
+    heads = packed.unflatten(0, (kv_heads, queries_per_kv + 2, -1))
+    query, key, value = heads.split([queries_per_kv, 1, 1], dim=1)
+    return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
+
+
+def _shard(entry: Entry, full: Tensor, tp: int, rank: int) -> Tensor:
+    if tp == 1 or entry.packing == "whole":
+        return full
+    if entry.packing == "gate_up":
+        return torch.cat([half.chunk(tp)[rank] for half in full.chunk(2)])
+    return full.chunk(tp, dim=1 if entry.packing == "columns" else 0)[rank]
+
+
+def _unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
+    if entry.packing == "gate_up":
+        halves = [shard.chunk(2) for shard in shards]
+        return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
+    return torch.cat(list(shards), dim=1 if entry.packing == "columns" else 0)
+
+
+def _checked(reader: TensorReader, name: str, shape: tuple[int, ...]) -> Tensor:
+    found = reader.shape(name)
+    if found != shape:
+        raise InputError(
+            f"{reader.source(name)}: tensor {name} has shape {list(found)}, but config.json asks for {list(shape)}"
+        )
+    return reader.get(name)
+
+
+def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise ValueError(f"`tensors` lacks the parameter {name!r}")
+    return tensors[name]
+
+
+def _tp_size() -> int:
+    size: int = parallel_state.get_tensor_model_parallel_world_size()
+    return size
+
+
+def _entries(config: ModelConfig) -> Iterator[Entry]:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    yield Entry("vocab", (_EMBEDDING,), ((vocab, hidden),), (_MCORE_EMBEDDING,))
+    for layer in range(config.layers):
+        yield from _layer_entries(config, layer)
+    yield Entry("whole", ("model.norm.weight",), ((hidden,),), ("decoder.final_layernorm.weight",))
+    if not config.tie_embeddings:
+        yield Entry("vocab", (_HEAD,), ((vocab, hidden),), (_MCORE_HEAD,))
+
+
+def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
+    hidden, ffn, d = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.heads * d, config.kv_heads * d
+
+    def hf(*names: str) -> tuple[str, ...]:
+        return tuple(f"model.layers.{layer}.{name}" for name in names)
+
+    entry = partial(Entry, layer=layer)
+    yield entry(
+        "whole",
+        hf("input_layernorm.weight"),
+        ((hidden,),),
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    )
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    yield entry(
+        "qkv",
+        hf(*(f"{p}.weight" for p in projections)),
+        ((queries, hidden), (keys, hidden), (keys, hidden)),
+        ("self_attention.linear_qkv.weight",),
+    )
+    if config.qkv_bias:
+        shapes = ((queries,), (keys,), (keys,))
+        yield entry("qkv", hf(*(f"{p}.bias" for p in projections)), shapes, ("self_attention.linear_qkv.bias",))
+    if config.qk_norm:
+        for x in "qk":
+            yield entry("whole", hf(f"self_attn.{x}_norm.weight"), ((d,),), (f"self_attention.{x}_layernorm.weight",))
+    out = ("self_attention.linear_proj.weight",)
+    yield entry("columns", hf("self_attn.o_proj.weight"), ((hidden, queries),), out)
+    yield entry(
+        "whole",
+        hf("post_attention_layernorm.weight"),
+        ((hidden,),),
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    )
+    gate_up = hf("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    yield entry("gate_up", gate_up, ((ffn, hidden), (ffn, hidden)), ("mlp.linear_fc1.weight",))
+    yield entry("columns", hf("mlp.down_proj.weight"), ((hidden, ffn),), ("mlp.linear_fc2.weight",))
