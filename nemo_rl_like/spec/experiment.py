@@ -465,6 +465,6 @@ class ExperimentSpec(Spec):
         return self
 
 
-def stage_name(stage: StageBase) -> str:
+def stage_name(stage: StageSpec) -> str:
     """The stage's name: the one given, or its kind."""
-    return stage.name or str(getattr(stage, "kind"))
+    return stage.name or stage.kind

@@ -1,0 +1,124 @@
+"""Loads an experiment spec: file and its parents, overrides, references, types. `load_spec` is the one way in."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+
+import yaml
+from pydantic import ValidationError
+
+from nemo_rl_like.artifacts.hashing import JSON, hash_json
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.explain import explain
+from nemo_rl_like.spec.extends import KEY as EXTENDS
+from nemo_rl_like.spec.extends import read_with_parents
+from nemo_rl_like.spec.interpolate import escape, interpolate
+from nemo_rl_like.spec.overrides import apply_overrides
+from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
+from nemo_rl_like.spec.source import Node, Path, child, dotted, plain
+from nemo_rl_like.spec.yaml_reader import install_core_schema
+
+_SECRET_KEY = re.compile(
+    r"(^|_)(api_?key|password|passwd|secret|access_token|auth_token|private_key)s?$", re.IGNORECASE
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what the reader reads: quotes text that YAML 1.2 would take for something else; no aliases."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+install_core_schema(_Dumper)
+
+
+def load_spec(path: FilePath | str, overrides: Sequence[str] = ()) -> ExperimentSpec:
+    """The experiment that a YAML file describes.
+
+    Args:
+        path: the file; its `extends:` parents are relative to it.
+        overrides: `a.b.c=value`, applied in order before references are replaced.
+
+    Raises:
+        SpecProblems (a SpecError): lists every problem with file, line, path, nearest key, allowed values and help.
+    """
+    written = apply_overrides(read_with_parents(FilePath(path)), overrides)
+    _refuse_plain_secrets(written)
+    root = interpolate(written)
+    try:
+        return ExperimentSpec.model_validate_json(json.dumps(plain(root)), strict=True)
+    except ValidationError as error:
+        raise SpecProblems(explain(error, root, _model_schema())) from None
+
+
+def resolved_yaml(spec: ExperimentSpec) -> str:
+    """The whole spec with every default, as YAML that `load_spec` reads back to an equal spec."""
+    values = _escaped(spec.model_dump(mode="json"))
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def spec_hash(spec: ExperimentSpec) -> str:
+    """SHA-256 (hex) of everything in the spec but `output`: equal experiments in two folders have one hash."""
+    return hash_json(spec.model_dump(mode="json", exclude={"output"}))
+
+
+def json_schema() -> dict[str, JSON]:
+    """JSON Schema (2020-12) of a spec file, for editors; a file with `extends` need not repeat required keys."""
+    schema = copy.deepcopy(_model_schema())
+    required = schema.pop("required")
+    names: dict[str, JSON] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    names["description"] = "Spec file or files that this one starts from, relative to it."
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "properties": {EXTENDS: names, **properties},
+        "anyOf": [{"required": [EXTENDS]}, {"required": required}],
+    }
+
+
+@functools.cache
+def _model_schema() -> dict[str, JSON]:
+    return ExperimentSpec.model_json_schema()
+
+
+def _escaped(value: JSON) -> JSON:
+    """`value` with `${` in its texts escaped."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, Mapping):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_escaped(item) for item in value]
+    return value
+
+
+def _refuse_plain_secrets(root: Node) -> None:
+    """Environments take any configuration, so a password may be written there: refuse it by its key's name."""
+    environment = child(root, "environment")
+    config = child(environment, "config") if environment is not None else None
+    problems = [
+        SpecProblem(node.where, dotted(root, path), message)
+        for path, node in (_leaves(config, ("environment", "config")) if config is not None else ())
+        if isinstance(node.value, str) and _SECRET_KEY.search(str(path[-1]))
+        for message in ("looks like a secret in plain text; list it under `secrets` as {env: NAME} and remove it here",)
+    ]
+    if problems:
+        raise SpecProblems(problems)
+
+
+def _leaves(node: Node, path: Path) -> list[tuple[Path, Node]]:
+    """Every value below `node` that is neither a mapping nor a list, with its path."""
+    if isinstance(node.value, Mapping):
+        return [leaf for key, below in node.value.items() for leaf in _leaves(below, (*path, key))]
+    if isinstance(node.value, Sequence) and not isinstance(node.value, str):
+        items = [n for n in node.value if isinstance(n, Node)]
+        return [leaf for i, below in enumerate(items) for leaf in _leaves(below, (*path, i))]
+    return [(path, node)]

@@ -1,0 +1,155 @@
+"""Finds and describes fields in a JSON Schema made by pydantic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from nemo_rl_like.artifacts.hashing import JSON
+from nemo_rl_like.spec.source import Path
+
+Schema: TypeAlias = Mapping[str, JSON]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a pydantic error location means."""
+
+    path: Path
+    """Path in the file: the location without union tags."""
+    schema: Schema
+    """Schema of the value there; empty for an unknown key."""
+    parent: Schema
+    """Schema of the block that holds it."""
+
+
+def locate(root: Schema, loc: Path) -> Target:
+    """The field that an error location means, in the schema `root`."""
+    path: Path = ()
+    schema, parent = root, root
+    for part in loc:
+        block = _block(schema, root)
+        tagged = _tagged(block, part, root)
+        if tagged is not None:
+            schema = tagged
+            continue
+        path, parent = (*path, part), block
+        schema = _entry(block, part)
+    return Target(path, schema, parent)
+
+
+def properties(schema: Schema) -> dict[str, Schema]:
+    """The keys of a block with their schemas."""
+    found = schema.get("properties")
+    if not isinstance(found, Mapping):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, Mapping)}
+
+
+def block_of(schema: Schema, root: Schema) -> Schema:
+    """The block that a field holds, or an empty schema when it holds none."""
+    block = _block(schema, root)
+    return block if "properties" in block else {}
+
+
+def describe(field: Schema, root: Schema) -> str:
+    """What a field takes, in words: type, range, choices, keys."""
+    field = _deref(field, root)
+    choices = field.get("enum")
+    if isinstance(choices, Sequence) and not isinstance(choices, str):
+        return "one of " + ", ".join(str(c) for c in choices)
+    if "const" in field:
+        return str(field["const"])
+    branches = _schemas(field.get("anyOf")) or _schemas(field.get("oneOf"))
+    if branches:
+        return " or ".join(describe(b, root) for b in branches)
+    match field.get("type"):
+        case "object":
+            keys = ", ".join(properties(field))
+            return f"a block with the keys {keys}" if keys else "a block"
+        case "array":
+            return _describe_list(field, root)
+        case "integer":
+            return "a whole number" + _range(field)
+        case "number":
+            return "a number" + _range(field)
+        case "boolean":
+            return "true or false"
+        case "string":
+            return f"text of the form {field['pattern']}" if "pattern" in field else "text"
+        case "null":
+            return "null"
+    return "any value"
+
+
+def choices_of(field: Schema) -> list[str]:
+    """The text values that a field may have, when they are listed."""
+    choices = field.get("enum")
+    listed = choices if isinstance(choices, Sequence) and not isinstance(choices, str) else []
+    own = [c for c in listed if isinstance(c, str)]
+    return own + [c for branch in _schemas(field.get("anyOf")) for c in choices_of(branch)]
+
+
+def _describe_list(field: Schema, root: Schema) -> str:
+    fixed = _schemas(field.get("prefixItems"))
+    if fixed:
+        return f"a list of {len(fixed)}: {', '.join(describe(s, root) for s in fixed)}"
+    item = field.get("items")
+    return "a list, each item " + (describe(item, root) if isinstance(item, Mapping) else "any value")
+
+
+def _range(field: Schema) -> str:
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    return "".join(f" {sign} {field[key]}" for key, sign in signs.items() if key in field)
+
+
+def _schemas(value: JSON) -> list[Schema]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [v for v in value if isinstance(v, Mapping)]
+    return []
+
+
+def _deref(schema: Schema, root: Schema) -> Schema:
+    """Follow `$ref`; texts beside the reference (description, default) are kept."""
+    name = schema.get("$ref")
+    definitions = root.get("$defs")
+    if not isinstance(name, str) or not isinstance(definitions, Mapping):
+        return schema
+    target = definitions[name.removeprefix("#/$defs/")]
+    return (
+        _deref({**target, **{k: v for k, v in schema.items() if k != "$ref"}}, root)
+        if isinstance(target, Mapping)
+        else schema
+    )
+
+
+def _block(schema: Schema, root: Schema) -> Schema:
+    """The branch of a field that holds other fields: null and scalars beside it are passed over."""
+    schema = _deref(schema, root)
+    for branch in _schemas(schema.get("anyOf")):
+        resolved = _deref(branch, root)
+        if resolved.get("type") in ("object", "array"):
+            return resolved
+    return schema
+
+
+def _tagged(schema: Schema, part: str | int, root: Schema) -> Schema | None:
+    """The member of a tagged union that `part` names; None when `schema` is no such union."""
+    discriminator = schema.get("discriminator")
+    mapping = discriminator.get("mapping") if isinstance(discriminator, Mapping) else None
+    reference = mapping.get(str(part)) if isinstance(mapping, Mapping) else None
+    return _deref({"$ref": reference}, root) if isinstance(reference, str) else None
+
+
+def _entry(block: Schema, part: str | int) -> Schema:
+    """Schema of the entry `part` of a block or list; empty when there is none."""
+    if isinstance(part, str):
+        known = properties(block)
+        further = block.get("additionalProperties")
+        return known.get(part, further if isinstance(further, Mapping) else {})
+    fixed = _schemas(block.get("prefixItems"))
+    if part < len(fixed):
+        return fixed[part]
+    item = block.get("items")
+    return item if isinstance(item, Mapping) else {}
