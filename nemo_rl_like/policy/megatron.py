@@ -5,7 +5,7 @@ from __future__ import annotations
 from nemo_rl_like.model import runtime
 
 runtime.install()
-with runtime.quiet_imports():
+with runtime.quiet():
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,

@@ -61,7 +61,7 @@ class PolicyOptimizer:
             use_distributed_optimizer=True,
         )
         with runtime.optimizer_patches():
-            built = get_megatron_optimizer(config, [model])
+            built = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
         parts = built.chained_optimizers if isinstance(built, ChainedOptimizer) else [built]
         self._optimizer = built
         self._parts: list[DistributedOptimizer] = list(parts)

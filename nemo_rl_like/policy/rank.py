@@ -20,8 +20,8 @@ from nemo_rl_like.checkpoint.shards import ShardFile
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel, hidden_states
-from nemo_rl_like.model.heads import token_logprobs
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.heads import output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
@@ -169,20 +169,21 @@ class PolicyRank:
         device = runtime.device()
         flat = torch.zeros(batch.tokens.numel(), dtype=torch.float32, device=device)
         sums = torch.zeros(len(names), dtype=torch.float32, device=device)
+        inputs = {} if walk.stats is None else {k: v.to(device) for k, v in walk.stats.values.items()}
+        weights = flat if walk.stats is None else walk.stats.weights.to(device)
 
         def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, partial[object]]:
-            micro_batch = next(iterator)
-            return hidden_states(model, micro_batch), partial(score, micro_batch)
+            micro_batch = next(iterator).to(device, self.model.dtype)
+            return model(micro_batch), partial(score, micro_batch)
 
         def score(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             outputs = self._outputs(hidden, micro_batch, walk)
-            index = micro_batch.source_index.to(device)
+            index = micro_batch.source_index
             flat[index] = outputs.logprobs.detach()
             loss = outputs.logprobs.sum() * 0.0
             if walk.objective is not None and walk.stats is not None:
-                values = {k: v[micro_batch.source_index].to(device) for k, v in walk.stats.values.items()}
-                weights = walk.stats.weights[micro_batch.source_index].to(device)
-                part = walk.objective.loss(outputs, values, weights, walk.stats)
+                values = {name: value[index] for name, value in inputs.items()}
+                part = walk.objective.loss(outputs, values, weights[index], walk.stats)
                 sums.add_(torch.stack([part.metrics[name].float() for name in names]))
                 loss = part.loss
             return loss, torch.zeros((), dtype=torch.int, device=device), None
@@ -193,11 +194,9 @@ class PolicyRank:
     def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk) -> Outputs:
         out = token_logprobs(
             hidden,
-            self.model.head_weight(),
-            micro_batch.targets.to(hidden.device),
+            output_head(self.model),
+            micro_batch.targets,
             temperature=walk.temperature,
-            vocab_size=self.config.vocab_size,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
             chunk_tokens=self._spec.logprob_chunk_tokens,
             want_entropy=walk.with_entropy,
         )

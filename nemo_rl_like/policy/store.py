@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from nemo_rl_like.checkpoint.layout import INDEX
 from nemo_rl_like.checkpoint.shards import ShardFile, ShardWriter
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import PrefixedReader, SafetensorsReader
+from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.moments import MASTER, MOMENTS, GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
@@ -81,3 +81,27 @@ def copy_side_files(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith((".safetensors", INDEX, ".bin")):
             shutil.copyfile(file, target / file.name)
+
+
+class PrefixedReader:
+    """The tensors of one kind (`exp_avg/...`) under their bare names: a `TensorReader` over another."""
+
+    def __init__(self, reader: TensorReader, kind: str) -> None:
+        self._reader = reader
+        self._prefix = f"{kind}/"
+
+    def keys(self) -> Sequence[str]:
+        """Names of this kind, without it."""
+        return [key.removeprefix(self._prefix) for key in self._reader.keys() if key.startswith(self._prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self._reader.shape(self._prefix + name)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the CPU."""
+        return self._reader.get(self._prefix + name)
+
+    def source(self, name: str) -> str:
+        """Where the tensor is, for messages."""
+        return self._reader.source(self._prefix + name)
