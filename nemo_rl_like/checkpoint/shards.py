@@ -89,7 +89,7 @@ class ShardWriter:
         size = tensor.numel() * tensor.element_size()
         if self._held and self._held_bytes + size > self.shard_bytes:
             self._flush()
-        self._held[name] = tensor.detach().to("cpu").contiguous()
+        self._held[name] = tensor.detach().to("cpu")
         self._held_bytes += size
 
     def close(self) -> tuple[ShardFile, ...]:
