@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
@@ -35,7 +34,7 @@ def _read(path: FilePath, chain: tuple[FilePath, ...], named_at: Position) -> No
     if not path.is_file():
         raise SpecProblems([_missing(path, named_at, KEY if chain else "")])
     node = read_yaml_file(path)
-    if not isinstance(node.value, Mapping):
+    if not isinstance(node.value, dict):
         raise SpecProblems([SpecProblem(node.where, "", "a spec is a mapping of keys to values")])
     own = Node({k: v for k, v in node.value.items() if k != KEY}, node.where)
     base: Node | None = None
@@ -47,7 +46,7 @@ def _read(path: FilePath, chain: tuple[FilePath, ...], named_at: Position) -> No
 
 def merge(base: Node, over: Node) -> Node:
     """`over` on top of `base`: mappings key by key, anything else replaced."""
-    if not (isinstance(base.value, Mapping) and isinstance(over.value, Mapping)):
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     merged = dict(base.value)
     for key, node in over.value.items():
@@ -60,8 +59,7 @@ def _parents(node: Node) -> list[tuple[str, Position]]:
     given = child(node, KEY)
     if given is None:
         return []
-    many = isinstance(given.value, Sequence) and not isinstance(given.value, str)
-    entries = [n for n in given.value if isinstance(n, Node)] if many and isinstance(given.value, Sequence) else [given]
+    entries = given.value if isinstance(given.value, list) else [given]
     names: list[tuple[str, Position]] = []
     for entry in entries:
         if not isinstance(entry.value, str) or not entry.value:

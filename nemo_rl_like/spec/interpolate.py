@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
 
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
 from nemo_rl_like.spec.source import Node, Path, child, dotted, list_index
@@ -56,13 +55,12 @@ class _Resolver:
         if self.count > MAX_NODES:
             message = f"references expand to more than {MAX_NODES} values; write them out or shorten the file"
             raise SpecProblems([SpecProblem(node.where, dotted(self.root, path), message)])
-        if isinstance(node.value, Mapping):
+        if isinstance(node.value, dict):
             return Node({k: self.walk(v, (*path, k), open_references) for k, v in node.value.items()}, node.where)
         if isinstance(node.value, str):
             return self.text(node, node.value, path, open_references)
-        if isinstance(node.value, Sequence):
-            items = [n for n in node.value if isinstance(n, Node)]
-            return Node([self.walk(v, (*path, i), open_references) for i, v in enumerate(items)], node.where)
+        if isinstance(node.value, list):
+            return Node([self.walk(v, (*path, i), open_references) for i, v in enumerate(node.value)], node.where)
         return node
 
     def text(self, node: Node, text: str, path: Path, open_references: tuple[str, ...]) -> Node:
@@ -84,7 +82,7 @@ class _Resolver:
         value = self.follow(reference, node, path, open_references).value
         if isinstance(value, str):
             return value
-        if isinstance(value, Mapping | Sequence):
+        if isinstance(value, dict | list):
             self.report(node, path, f"`${{{reference}}}` is a block and cannot stand inside text; refer to one value")
             return ""
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -115,8 +113,8 @@ class _Resolver:
         path: Path = ()
         for part in reference.split("."):
             key: str | int | None = part
-            if isinstance(node.value, Sequence) and not isinstance(node.value, str):
-                key = list_index([n for n in node.value if isinstance(n, Node)], part)
+            if isinstance(node.value, list):
+                key = list_index(node.value, part)
             below = None if key is None else child(node, key)
             if below is None or key is None:
                 return None

@@ -116,9 +116,8 @@ def _refuse_plain_secrets(root: Node) -> None:
 
 def _leaves(node: Node, path: Path) -> list[tuple[Path, Node]]:
     """Every value below `node` that is neither a mapping nor a list, with its path."""
-    if isinstance(node.value, Mapping):
+    if isinstance(node.value, dict):
         return [leaf for key, below in node.value.items() for leaf in _leaves(below, (*path, key))]
-    if isinstance(node.value, Sequence) and not isinstance(node.value, str):
-        items = [n for n in node.value if isinstance(n, Node)]
-        return [leaf for i, below in enumerate(items) for leaf in _leaves(below, (*path, i))]
+    if isinstance(node.value, list):
+        return [leaf for i, below in enumerate(node.value) for leaf in _leaves(below, (*path, i))]
     return [(path, node)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
 from nemo_rl_like.spec.source import Node, Position, item_names, list_index
@@ -42,13 +42,13 @@ def _set(node: Node, parts: list[str], value: Node, where: Position, path: str) 
     if not parts:
         return value
     head, rest = parts[0], parts[1:]
-    if isinstance(node.value, Mapping):
+    if isinstance(node.value, dict):
         below = node.value.get(head, Node({}, where))
         if below.value is None and rest:
             below = Node({}, where)
         return Node({**node.value, head: _set(below, rest, value, where, path)}, node.where)
-    if isinstance(node.value, Sequence) and not isinstance(node.value, str):
-        items = [n for n in node.value if isinstance(n, Node)]
+    if isinstance(node.value, list):
+        items = list(node.value)
         index = list_index(items, head)
         if index is None:
             raise SpecProblems([_no_item(items, head, where, path)])

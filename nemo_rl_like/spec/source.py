@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,26 +28,26 @@ class Position:
 class Node:
     """A value and its place. Mappings and lists hold nodes; nodes are never changed in place."""
 
-    value: Scalar | Sequence[Node] | Mapping[str, Node]
+    value: Scalar | list[Node] | dict[str, Node]
     where: Position
 
 
 def plain(node: Node) -> Plain:
     """The value without places."""
-    if isinstance(node.value, Mapping):
+    if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
-    if isinstance(node.value, Sequence) and not isinstance(node.value, str):
+    if isinstance(node.value, list):
         return [plain(child) for child in node.value]
     return node.value
 
 
 def child(node: Node, key: str | int) -> Node | None:
     """The entry `key` of a mapping or list node; None where there is none."""
-    if isinstance(node.value, Mapping):
+    if isinstance(node.value, dict):
         return node.value.get(str(key))
-    if isinstance(node.value, str) or not isinstance(node.value, Sequence) or not isinstance(key, int):
-        return None
-    return node.value[key] if 0 <= key < len(node.value) else None
+    if isinstance(node.value, list) and isinstance(key, int):
+        return node.value[key] if 0 <= key < len(node.value) else None
+    return None
 
 
 def position_of(root: Node, path: Path) -> Position:
@@ -82,8 +82,8 @@ def dotted(root: Node, path: Path) -> str:
     parts: list[str] = []
     node: Node | None = root
     for key in path:
-        if node is not None and isinstance(key, int) and isinstance(node.value, Sequence):
-            names = item_names([n for n in node.value if isinstance(n, Node)])
+        if node is not None and isinstance(key, int) and isinstance(node.value, list):
+            names = item_names(node.value)
             unique = key < len(names) and names.count(names[key]) == 1
             parts.append(names[key] if unique else str(key))
         else:

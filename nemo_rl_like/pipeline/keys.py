@@ -1,0 +1,118 @@
+"""Stage keys: what a stage's result depends on. Two stages with one key have one result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import nemo_rl_like
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.hashing import JSON, canonical_json, fingerprint_path, hash_json, hash_path
+from nemo_rl_like.spec.experiment import (
+    EnvironmentSpec,
+    EvaluateStageSpec,
+    ExperimentSpec,
+    RlStageSpec,
+    SftStageSpec,
+    StageSpec,
+)
+
+KEY_FORMAT = 1
+"""Raised when the meaning of a key changes."""
+
+_NOT_RESULTS_STAGE = {"name", "checkpoint", "show_samples", "show_samples_every_steps"}
+_ENGINE_RESULTS = {"kind", "max_context", "dtype"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredients:
+    """What goes into a key: by dotted name, so that a change can be told by name."""
+
+    values: Mapping[str, str]
+    """Canonical JSON of each value, by dotted name."""
+
+    @property
+    def key(self) -> str:
+        """SHA-256 (hex) over all of them."""
+        return hash_json(dict(self.values))
+
+    def changes_from(self, old: Mapping[str, str]) -> list[str]:
+        """What differs from the ingredients of an earlier run, in words."""
+        names = sorted(set(self.values) | set(old))
+        return [f"{n}: {old.get(n)} -> {self.values.get(n)}" for n in names if old.get(n) != self.values.get(n)]
+
+
+def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tuple[str, str]]) -> Ingredients:
+    """Everything that the result of `stage` depends on.
+
+    How a result is computed (layout, batching, threads, checkpoint rhythm, displays) is left out, so a half-done stage may be
+    resumed on other hardware; what is computed (data, model, losses, seed, package version) is in.
+
+    Args:
+        stage: the stage.
+        spec: the experiment it stands in.
+        inputs: (key, content hash) of the artifact of each stage that it builds on, by that stage's name.
+
+    Raises:
+        InputError: a file or folder that the spec names does not exist.
+    """
+    export = {"checkpoint"} if stage.kind == "export" else set()
+    values = _flat("format", KEY_FORMAT) | _flat("version", nemo_rl_like.__version__) | _flat("seed", spec.seed)
+    values |= _flat("stage", stage.model_dump(mode="json", exclude=_NOT_RESULTS_STAGE - export))
+    values |= _flat("model", spec.model.model_dump(mode="json"))
+    if uses_environment(stage) and spec.environment is not None:
+        values |= _flat("environment", spec.environment.model_dump(mode="json", exclude={"processes"}))
+    if isinstance(stage, RlStageSpec | EvaluateStageSpec):
+        values |= _flat("engine", spec.engine.model_dump(mode="json", include=_ENGINE_RESULTS))
+    values |= _flat("file", _files(stage, spec))
+    values |= _flat("input", {name: {"key": key, "content": content} for name, (key, content) in inputs.items()})
+    return Ingredients(values)
+
+
+def uses_environment(stage: StageSpec) -> bool:
+    """Whether the stage asks the environment for tasks."""
+    if isinstance(stage, SftStageSpec):
+        return stage.data.environment_demonstrations
+    return isinstance(stage, RlStageSpec | EvaluateStageSpec)
+
+
+def _files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
+    """Content hashes of the files and folders that the spec names, by dotted path."""
+    hashes: dict[str, str] = {}
+    if spec.model.path is not None:
+        hashes["model.path"] = fingerprint_path(_existing("model.path", spec.model.path))
+    if spec.model.tokenizer is not None and spec.model.tokenizer.path is not None:
+        hashes["model.tokenizer.path"] = hash_path(_existing("model.tokenizer.path", spec.model.tokenizer.path))
+    if isinstance(stage, SftStageSpec) and stage.data.path is not None:
+        hashes["data.path"] = hash_path(_existing("data.path", stage.data.path))
+    if uses_environment(stage) and spec.environment is not None:
+        hashes |= _environment_files(spec.environment)
+    return hashes
+
+
+def _environment_files(environment: EnvironmentSpec) -> dict[str, str]:
+    hashes: dict[str, str] = {}
+    if environment.prompts is not None:
+        hashes["environment.prompts"] = hash_path(_existing("environment.prompts", environment.prompts))
+    code = (environment.reward or "").rpartition(":")[0]
+    if code.endswith(".py"):
+        hashes["environment.reward"] = hash_path(_existing("environment.reward", code))
+    return hashes
+
+
+def _existing(field: str, name: str) -> Path:
+    path = Path(name)
+    if not path.exists():
+        raise InputError(f"`{field}` is {name!r}, which does not exist (looked in {Path.cwd()}); give an existing path")
+    return path
+
+
+def _flat(prefix: str, value: JSON) -> dict[str, str]:
+    """Nested mappings as one level with dotted names; other values as canonical JSON."""
+    if not isinstance(value, Mapping):
+        return {prefix: canonical_json(value)}
+    flat: dict[str, str] = {}
+    for key, item in value.items():
+        flat |= _flat(f"{prefix}.{key}", item)
+    return flat
