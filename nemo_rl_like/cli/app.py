@@ -1,0 +1,162 @@
+"""The commands of `nrl`. Each parses, calls and prints; what it calls is imported when it runs, so that help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="nrl",
+    help="Post-training for language models: one typed spec from data to a served checkpoint.",
+    epilog="Exit codes: 0 done, 1 failed, 2 bad spec, input or output folder, 75 stopped by a signal after saving, 130 Ctrl-C.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+environments = typer.Typer(help="Environments: what asks and judges.", no_args_is_help=True, rich_markup_mode=None)
+models = typer.Typer(help="Models: fetch and check.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(environments, name="env")
+app.add_typer(models, name="model")
+
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="Spec file (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, for example stages.rl.steps=5 or model.path=models/x."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of a run.")]
+Source = Annotated[
+    Path, typer.Argument(metavar="PATH", help="Output folder of a run (its last checkpoint) or a checkpoint folder.")
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no colours, no progress bar.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 1,
+    output: Annotated[Path, typer.Option(help="Output folder; a demo that is there is replaced.")] = Path("runs/demo"),
+    plain: Plain = False,
+) -> None:
+    """Train a tiny model to add, end to end: SFT, GRPO, evaluation, export."""
+    from nemo_rl_like.cli.commands import run as command
+
+    command.demo(seed, output, plain=plain)
+
+
+@app.command()
+def run(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the output folder, or start it.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
+    plain: Plain = False,
+) -> None:
+    """Run the pipeline of a spec."""
+    from nemo_rl_like.cli.commands import run as command
+
+    if resume and overwrite:
+        raise typer.BadParameter("--resume and --overwrite exclude each other")
+    command.run(spec, overrides or [], start="resume" if resume else "overwrite" if overwrite else "new", plain=plain)
+
+
+@app.command()
+def resume(run_folder: RunFolder, overrides: Overrides = None, plain: Plain = False) -> None:
+    """Continue a run from its output folder alone."""
+    from nemo_rl_like.cli.commands import run as command
+
+    command.resume(run_folder, overrides or [], plain=plain)
+
+
+@app.command()
+def validate(spec: SpecFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a spec without starting anything: keys, types, combinations, references between stages."""
+    from nemo_rl_like.cli.commands import spec as command
+
+    if not command.validate(spec, overrides or [], as_json=as_json):
+        raise typer.Exit(2)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a spec, for editors."""
+    from nemo_rl_like.cli.commands import spec as command
+
+    command.schema()
+
+
+@app.command("eval")
+def evaluate(
+    source: Source,
+    split: Annotated[str, typer.Option(help="`validation` or `test`.")] = "test",
+    tasks: Annotated[int | None, typer.Option(min=1, help="Number of tasks; default: all.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Samples a task beside the greedy answer.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Temperature of the samples.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a checkpoint on the held-out tasks of its own environment."""
+    from nemo_rl_like.cli.commands import checkpoint as command
+
+    command.evaluate(source, command.evaluation(split, tasks, samples, temperature, max_new_tokens), as_json=as_json)
+
+
+@app.command()
+def chat(
+    source: Source,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature; 0 = greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 256,
+) -> None:
+    """Talk to a checkpoint; an empty line or Ctrl-D ends it."""
+    from nemo_rl_like.cli.commands import checkpoint as command
+
+    command.chat(source, temperature=temperature, max_new_tokens=max_new_tokens)
+
+
+@app.command()
+def export(
+    source: Source,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Hugging Face folder to write; new or empty.")],
+    shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors shard, in GiB.")] = 4.0,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder."""
+    from nemo_rl_like.cli.commands import checkpoint as command
+
+    command.export(source, target, shard_gib=shard_gib)
+
+
+@environments.command("list")
+def list_environments(as_json: AsJson = False) -> None:
+    """List the registered environments."""
+    from nemo_rl_like.cli.commands import environment as command
+
+    command.list_environments(as_json=as_json)
+
+
+@models.command("fetch")
+def fetch_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Model to fetch: smollm2-135m.")],
+    to: Annotated[Path | None, typer.Option("--to", help="Folder to write; default: models/NAME.")] = None,
+) -> None:
+    """Fetch a small pretrained model as a Hugging Face folder (float32)."""
+    from nemo_rl_like.cli.commands import model as command
+
+    command.fetch(name, to)
+
+
+@models.command("check")
+def check_model(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face folder.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel stages.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the Megatron model built from a folder with Hugging Face's, and its round trip."""
+    from nemo_rl_like.cli.commands import model as command
+
+    if not command.check(folder, tp, pp, as_json=as_json):
+        raise typer.Exit(1)

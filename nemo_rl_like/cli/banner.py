@@ -1,0 +1,53 @@
+"""The banner before a run and the commands after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_rl_like.cluster.devices import visible_devices
+from nemo_rl_like.observe.terminal import Banner, rl_batch, sft_batch
+from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec, StageSpec, stage_name
+from nemo_rl_like.spec.loader import spec_hash
+
+
+def banner(spec: ExperimentSpec) -> Banner:
+    """What a run of `spec` will do."""
+    layout = spec.policy.layout
+    environment = spec.environment
+    devices = visible_devices(spec.cluster)
+    asks = None if environment is None else environment.name or environment.reward or environment.reward_url
+    settings = {
+        "spec": f"{spec_hash(spec)[:12]}, seed {spec.seed}",
+        "model": f"{_model(spec)}, {spec.model.dtype}",
+        "policy": f"dp {layout.dp} x pp {layout.pp} x tp {layout.tp}, rows {spec.policy.rows}",
+        "engine": spec.engine.kind,
+        "environment": asks or "none",
+        "stages": " -> ".join(stage_name(s) for s in spec.stages),
+    }
+    batch = [f"{stage_name(s)}: {line}" for s in spec.stages for line in _batch(s)]
+    return Banner(spec.name, settings, f"{devices.count} {devices.kind}", batch, spec.output)
+
+
+def next_commands(folder: Path) -> list[tuple[str, str]]:
+    """What to type after a run: (command, what it does)."""
+    return [
+        (f"nrl eval {folder}", "evaluate the last checkpoint on the held-out tasks"),
+        (f"nrl chat {folder}", "talk to it"),
+        (f"nrl export {folder} {folder}-hf", "write it as a Hugging Face folder"),
+    ]
+
+
+def _model(spec: ExperimentSpec) -> str:
+    init = spec.model.init
+    if init is None:
+        return str(spec.model.path)
+    return f"{init.family} from scratch, {init.layers} layers x {init.hidden_size}"
+
+
+def _batch(stage: StageSpec) -> list[str]:
+    if isinstance(stage, SftStageSpec):
+        return [sft_batch(stage.examples_per_step, stage.steps)]
+    if isinstance(stage, RlStageSpec):
+        sizes = (stage.prompts_per_step, stage.samples_per_prompt, stage.updates_per_batch, stage.epochs)
+        return [rl_batch(*sizes, stage.steps)]
+    return []

@@ -1,0 +1,66 @@
+"""`nrl run`, `nrl resume` and `nrl demo`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import nemo_rl_like
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.cli.banner import banner, next_commands
+from nemo_rl_like.cli.logs import log_to_stderr
+from nemo_rl_like.observe.terminal import Terminal
+from nemo_rl_like.pipeline.resume import load_resumable
+from nemo_rl_like.pipeline.run_folder import Start
+from nemo_rl_like.pipeline.runner import RunResult, run_pipeline
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.loader import load_spec
+
+DEMO_SPEC = Path("configs/demo.yaml")
+
+
+def run(path: Path, overrides: Sequence[str], *, start: Start, plain: bool) -> None:
+    """Run a spec file."""
+    _run(load_spec(path, overrides), start, plain=plain)
+
+
+def resume(folder: Path, overrides: Sequence[str], *, plain: bool) -> None:
+    """Continue the run in `folder`, with relative paths meant as at its start."""
+    found = load_resumable(folder, overrides)
+    if found.working_folder.is_dir():
+        os.chdir(found.working_folder)
+    _run(found.spec, "resume", plain=plain)
+
+
+def demo(seed: int, output: Path, *, plain: bool) -> None:
+    """Run the demo in its own folder, replacing an earlier one."""
+    _run(load_spec(demo_spec(), [f"seed={seed}", f"output={output}"]), "overwrite", plain=plain)
+
+
+def demo_spec() -> Path:
+    """The demo's spec: in the source tree, or where an installation put it.
+
+    Raises:
+        InputError: it is in neither.
+    """
+    places = [Path(nemo_rl_like.__file__).parents[1] / DEMO_SPEC, Path(sys.prefix) / "share/nemo-rl-like" / DEMO_SPEC]
+    for place in places:
+        if place.is_file():
+            return place
+    raise InputError(f"the demo's spec is in neither of {', '.join(map(str, places))}; run it from a source checkout")
+
+
+def _run(spec: ExperimentSpec, start: Start, *, plain: bool) -> None:
+    log_to_stderr()
+    terminal = Terminal()
+    terminal.banner(banner(spec))
+    result = run_pipeline(spec, start=start, plain=plain)
+    _report(terminal, result)
+
+
+def _report(terminal: Terminal, result: RunResult) -> None:
+    for outcome in result.stages:
+        terminal.note(f"{outcome.name}: {outcome.action} ({outcome.reason}), {outcome.seconds:.1f} s")
+    terminal.next_commands(next_commands(result.folder))

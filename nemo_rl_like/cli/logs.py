@@ -1,0 +1,11 @@
+"""Log lines of a command: to standard error, one format."""
+
+from __future__ import annotations
+
+import logging
+
+
+def log_to_stderr(level: int = logging.INFO) -> None:
+    """Send this package's log records of `level` and above to standard error; other packages' warnings too."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nemo_rl_like").setLevel(level)
