@@ -1,0 +1,278 @@
+"""`RolloutService`: the actor that turns tasks into a `TokenBatch`, and evaluates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from nemo_rl_like.artifacts.errors import InputError, NrlError
+from nemo_rl_like.cluster.context import RankContext
+from nemo_rl_like.data.render import Renderer
+from nemo_rl_like.environment.pool import EnvironmentPool
+from nemo_rl_like.environment.registry import resolve
+from nemo_rl_like.environment.types import Task, Unscorable
+from nemo_rl_like.generation.types import Sampling
+from nemo_rl_like.rollout.dialogue import dialogue_of
+from nemo_rl_like.rollout.episode import Episode, episode_rows
+from nemo_rl_like.rollout.evaluation import EvaluationReport, report_of
+from nemo_rl_like.rollout.live import Plan
+from nemo_rl_like.rollout.loop import LoopThread
+from nemo_rl_like.rollout.records import append_records
+from nemo_rl_like.rollout.runner import EpisodeRunner, Generator, Limits, check_prompt_length
+from nemo_rl_like.rollout.summary import RolloutSummary, summarize
+from nemo_rl_like.rollout.taskorder import TaskList, task_list
+from nemo_rl_like.spec.experiment import EnvironmentSpec, EvaluationSpec, SamplingSpec
+from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
+
+log = logging.getLogger(__name__)
+
+TRAIN = "train"
+_CHECK_BATCH = 256
+
+
+class TooManyInvalid(NrlError):
+    """More of a step's samples could not be scored than the spec allows."""
+
+
+class WrongWeightVersion(NrlError):
+    """The engine sampled with other weights than the step asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCheck:
+    """Prompts that were found to fit the context."""
+
+    tasks: int
+    """Tasks that were rendered."""
+    longest: int
+    """Tokens of the longest prompt."""
+    longest_task: str
+    """Its task."""
+
+
+class RolloutService:
+    """Episodes, and the environment processes they run in. One per run; every call is synchronous."""
+
+    def __init__(
+        self,
+        context: RankContext | None,
+        *,
+        environment_json: str,
+        tokenizer_folder: str,
+        run_seed: int,
+        max_context: int,
+        extra_env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the environment processes.
+
+        Args:
+            context: place in the worker group; None outside one.
+            environment_json: JSON of the spec's `environment` block, with absolute paths.
+            tokenizer_folder: Hugging Face folder with tokenizer and chat template.
+            run_seed: the spec's `seed`.
+            max_context: longest row, in tokens.
+            extra_env: further variables of the environment processes (secrets they need).
+
+        Raises:
+            SpecError, InputError: the environment or the tokenizer cannot be used.
+        """
+        self._context = context
+        self._spec = EnvironmentSpec.model_validate_json(environment_json)
+        self._source = resolve(self._spec)
+        self._renderer = Renderer.load(tokenizer_folder)
+        self._run_seed = run_seed
+        self._max_context = max_context
+        self._tasks: dict[str, dict[str, Task]] = {}
+        self._last: tuple[int, list[Episode]] | None = None
+        self._loop = LoopThread("environments")
+        self._pool = EnvironmentPool(self._spec, extra_env=extra_env)
+        self._loop.run(self._pool.start())
+        self._dialogue = dialogue_of(self._source, self._pool, self._loop)
+
+    def task_list(self, split: str) -> TaskList:
+        """Ids and hash of a split's tasks. Raises InputError if there are none."""
+        tasks = list(self._split(split).values())
+        if not tasks:
+            raise InputError(f"the environment's {split} split has no tasks; raise its size in `environment.config`")
+        return task_list(split, tasks)
+
+    def check_prompts(self, split: str, tasks: int | None = None) -> PromptCheck:
+        """Render the prompts of a split's first `tasks` (default: all) and check that each leaves room for an answer.
+
+        Raises InputError naming the task.
+        """
+        chosen = list(self._split(split).values())[:tasks]
+        longest, longest_task = 0, ""
+        for start in range(0, len(chosen), _CHECK_BATCH):
+            plans = self._plans(chosen[start : start + _CHECK_BATCH], 1, purpose="check", step=0)
+            resets = self._dialogue.open(plans)
+            self._dialogue.drop(plans)
+            for plan, reset in zip(plans, resets, strict=True):
+                if isinstance(reset, Unscorable):
+                    raise InputError(f"task {plan.task.id}: the environment cannot ask it: {reset}")
+                length = len(self._renderer.prompt_ids(reset.messages, reset.tools))
+                check_prompt_length(plan.task.id, length, self._max_context)
+                longest, longest_task = max((longest, longest_task), (length, plan.task.id))
+        return PromptCheck(tasks=len(chosen), longest=longest, longest_task=longest_task)
+
+    def collect(
+        self,
+        step: int,
+        task_ids: Sequence[str],
+        samples_per_prompt: int,
+        version: int,
+        sampling: SamplingSpec,
+        engine: Generator,
+        show: int = 0,
+    ) -> tuple[TokenBatch, RolloutSummary]:
+        """Sample `samples_per_prompt` episodes of each task and batch them.
+
+        Args:
+            step: rollout step; seeds depend on it.
+            task_ids: training tasks; one that stands here twice makes two groups.
+            samples_per_prompt: episodes of each.
+            version: weight version that must sample them.
+            sampling: temperature, limits, further stop ids.
+            engine: what samples.
+            show: episodes whose text is in the summary.
+
+        Raises:
+            InputError: an unknown task, or a prompt that leaves no room for an answer.
+            TooManyInvalid: more than `max_invalid_fraction` of the episodes are invalid.
+            WrongWeightVersion: the engine sampled with other weights.
+            EnvironmentContractError: the environment broke its interface.
+        """
+        known = self._split(TRAIN)
+        tasks = [_known(known, task_id) for task_id in task_ids]
+        plans = self._plans(tasks, samples_per_prompt, purpose=TRAIN, step=step)
+        runner = self._runner(engine, sampling.max_new_tokens)
+        episodes = runner.run(plans, self._engine_sampling(sampling))
+        _check_versions(episodes, version)
+        summary = summarize(episodes, step=step, version=version, seconds=runner.timing.seconds, show=show)
+        self._check_invalid(summary, episodes)
+        self._last = (step, episodes)
+        return batch_rows(episode_rows(episodes)), summary
+
+    def collect_to_store(
+        self,
+        step: int,
+        task_ids: Sequence[str],
+        samples_per_prompt: int,
+        version: int,
+        sampling: SamplingSpec,
+        engine: Generator,
+        show: int = 0,
+    ) -> tuple[ray.ObjectRef, RolloutSummary]:
+        """`collect` with the batch in Ray's object store, so that the driver gets a reference and a summary."""
+        batch, summary = self.collect(step, task_ids, samples_per_prompt, version, sampling, engine, show)
+        return ray.put(batch), summary
+
+    def append_records(self, path: str, offset: int) -> int:
+        """Write the episodes of the last `collect` to a JSONL file from byte `offset` on; the new offset."""
+        if self._last is None:
+            raise RuntimeError("`append_records` was called before any `collect`")
+        step, episodes = self._last
+        return append_records(Path(path), offset, step, episodes)
+
+    def evaluate(self, evaluation: EvaluationSpec, engine: Generator) -> EvaluationReport:
+        """Ask held-out tasks: greedily, and `samples_per_task` times at `temperature`.
+
+        The same run seed gives the same sampling seeds in every evaluation, so that checkpoints are compared on equal draws.
+
+        Raises InputError (no tasks, prompt too long), EnvironmentContractError.
+        """
+        tasks = list(self._split(evaluation.split).values())[: evaluation.tasks]
+        if not tasks:
+            raise InputError(
+                f"the environment's {evaluation.split} split has no tasks; raise its size in `environment.config`"
+            )
+        runner = self._runner(engine, evaluation.max_new_tokens)
+        stops = self._renderer.stop_ids
+        greedy = runner.run(
+            self._plans(tasks, 1, purpose=f"{evaluation.split}-greedy", step=0),
+            Sampling(greedy=True, stop_token_ids=stops),
+        )
+        sampled: list[Episode] = []
+        if evaluation.samples_per_task:
+            sampled = runner.run(
+                self._plans(tasks, evaluation.samples_per_task, purpose=f"{evaluation.split}-sampled", step=0),
+                Sampling(temperature=evaluation.temperature, stop_token_ids=stops),
+            )
+        return report_of(evaluation.split, greedy, sampled, evaluation.samples_per_task, runner.timing.seconds)
+
+    def environment_failures(self) -> dict[str, int]:
+        """Failed environment calls since the start, by reason, and `restarts` of environment processes."""
+        return {**self._pool.failures, "restarts": self._pool.restarts}
+
+    def close(self) -> None:
+        """Kill the environment processes."""
+        self._loop.run(self._pool.aclose())
+        self._loop.close()
+
+    def _split(self, split: str) -> dict[str, Task]:
+        if split not in self._tasks:
+            tasks = self._source.tasks(split)
+            self._tasks[split] = {task.id: task for task in tasks}
+            if len(self._tasks[split]) != len(tasks):
+                raise InputError(
+                    f"the environment's {split} split has {len(tasks)} tasks but {len(self._tasks[split])} different ids"
+                )
+        return self._tasks[split]
+
+    def _plans(self, tasks: Sequence[Task], samples: int, *, purpose: str, step: int) -> list[Plan]:
+        return [
+            Plan(
+                episode_id=group * samples + sample,
+                group_id=group,
+                sample=sample,
+                task=task,
+                purpose=purpose,
+                run_seed=self._run_seed,
+                step=step,
+            )
+            for group, task in enumerate(tasks)
+            for sample in range(samples)
+        ]
+
+    def _runner(self, engine: Generator, max_new_tokens: int) -> EpisodeRunner:
+        limits = Limits(max_turns=self._spec.max_turns, max_new_tokens=max_new_tokens, max_context=self._max_context)
+        return EpisodeRunner(self._dialogue, self._renderer, engine, limits)
+
+    def _engine_sampling(self, sampling: SamplingSpec) -> Sampling:
+        return Sampling(
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_token_ids=tuple(sorted({*self._renderer.stop_ids, *sampling.stop_token_ids})),
+            ignore_stop=sampling.ignore_stop,
+        )
+
+    def _check_invalid(self, summary: RolloutSummary, episodes: Sequence[Episode]) -> None:
+        if summary.invalid_fraction <= self._spec.max_invalid_fraction:
+            return
+        causes = ", ".join(f"{count} {reason}" for reason, count in sorted(summary.invalid.items()))
+        example = next(episode for episode in episodes if episode.invalid is not None)
+        raise TooManyInvalid(
+            f"step {summary.step}: {sum(summary.invalid.values())} of {summary.episodes} samples could not be scored ({causes}), more than "
+            f"`environment.max_invalid_fraction` = {self._spec.max_invalid_fraction:g} allows. First: task {example.task_id}: "
+            f"{example.detail or example.invalid}"
+        )
+
+
+def _known(tasks: Mapping[str, Task], task_id: str) -> Task:
+    if task_id not in tasks:
+        raise InputError(f"task {task_id!r} is not in the environment's train split of {len(tasks)} tasks")
+    return tasks[task_id]
+
+
+def _check_versions(episodes: Sequence[Episode], version: int) -> None:
+    for episode in episodes:
+        seen = {v for segment in episode.segments for v in segment.version if v >= 0}
+        if seen - {version}:
+            raise WrongWeightVersion(
+                f"episode {episode.id} was sampled with weight version {sorted(seen)}, but the step asked for {version}; the weight sync "
+                "before this step did not reach the engine"
+            )
