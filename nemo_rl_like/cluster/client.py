@@ -5,13 +5,12 @@ A client can be sent to another worker (it keeps only actor handles), which then
 
 from __future__ import annotations
 
-import logging
+import re
 import threading
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
@@ -19,15 +18,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
+from nemo_rl_like.cluster.last_words import exit_cause, read_log, tail
 from nemo_rl_like.cluster.worker import Call, WorkerInfo
-
-logger = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
 _STACK_DUMP_S = 5.0
-_TAIL_LINES = 30
-_TAIL_BYTES = 16384
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +37,10 @@ class Worker:
     """Where it runs."""
     log_path: str
     """File with its output."""
+
+    def log(self) -> str:
+        """The end of what this process wrote."""
+        return read_log(self.log_path, self.info.log_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class GroupClient:
         self._caller = uuid.uuid4().hex
         self._sequence = [0] * len(self.workers)
         self._lock = threading.Lock()
-        self._failure: ClusterError | None = None
+        self.failure: ClusterError | None = None
 
     def __reduce__(self) -> tuple[type[GroupClient], tuple[str, tuple[Worker, ...]]]:
         return GroupClient, (self.name, self.workers)
@@ -84,8 +85,8 @@ class GroupClient:
 
         Raises the group's first failure again when the group is broken.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         chosen = tuple(range(len(self.workers))) if ranks is None else tuple(ranks)
         with self._lock:
             results = [self._send(rank, service, method, args) for rank in chosen]
@@ -138,28 +139,28 @@ class GroupClient:
 
     def _failure_of(self, done: ray.ObjectRef, rank: int, what: str) -> NrlError | None:
         worker = self.workers[rank]
+        info = worker.info
         try:
             ray.get(done)
         except RayTaskError as error:
             if isinstance(error.cause, NrlError):
                 return error.cause
             text = f"{type(error.cause).__name__}: {error.cause}"
-            return WorkerFailed(
-                self.name, rank, worker.info.node, what, text, error.traceback_str, log_tail(worker.log_path)
-            )
+            return WorkerFailed(self.name, rank, info.node, what, text, _plain(str(error)), tail(worker.log()))
         except RayActorError as error:
-            cause = f"during {what}: process {worker.info.pid} {_exit_cause(error)}"
-            return WorkerDied(self.name, rank, worker.info.node, cause, log_tail(worker.log_path))
+            log = worker.log()
+            cause = exit_cause(log, _detail(error), node=info.node, oom_kills_before=info.oom_kills)
+            return WorkerDied(self.name, rank, info.node, f"during {what}, process {info.pid} {cause}", tail(log))
         except RayError as error:  # an object was lost, a node failed
             text = f"{type(error).__name__}: {error}"
-            return WorkerFailed(self.name, rank, worker.info.node, what, text, "", log_tail(worker.log_path))
+            return WorkerFailed(self.name, rank, info.node, what, text, "", tail(worker.log()))
         return None
 
     def _settled(self, first: NrlError, running: dict[ray.ObjectRef, int], what: str) -> NrlError:
         """The error to raise once the other ranks have ended or were killed: a death explains the other failures."""
         failures = [first]
         end = time.monotonic() + SETTLE_S
-        while running:
+        while running and not isinstance(failures[-1], WorkerDied):
             ready, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 break
@@ -176,7 +177,7 @@ class GroupClient:
         dumps = [self.workers[rank].actor.dump_stacks.remote() for rank in ranks]
         ray.wait(dumps, num_returns=len(dumps), timeout=_STACK_DUMP_S)
         return DeadlineExceeded(
-            what, seconds, [self.describe(rank) for rank in ranks], log_tail(self.workers[ranks[0]].log_path)
+            what, seconds, [self.describe(rank) for rank in ranks], tail(self.workers[ranks[0]].log())
         )
 
     def describe(self, rank: int) -> str:
@@ -192,29 +193,20 @@ class GroupClient:
     def _break(self, failure: NrlError) -> NrlError:
         self.kill()
         known = isinstance(failure, ClusterError)
-        self._failure = failure if known else ClusterError(f"worker group {self.name!r} was stopped after: {failure}")
+        self.failure = failure if known else ClusterError(f"worker group {self.name!r} was stopped after: {failure}")
         return failure
 
 
-def log_tail(path: str) -> str:
-    """The last lines of a worker's log; empty if it is not readable here."""
-    file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-            text = stream.read().decode("utf-8", errors="replace")
-    except OSError as error:
-        logger.debug("log %s cannot be read: %s", path, error)
-        return ""
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])
-
-
-def _exit_cause(error: RayActorError) -> str:
-    """Ray's long text in one line."""
+def _detail(error: RayActorError) -> str:
+    """Ray's text about a dead actor in one line, without its advice."""
     lines = [line.strip() for line in error.error_msg.splitlines()]
     skipped = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:", "The actor died unexpectedly")
     kept = [line for line in lines if line and not line.startswith(skipped)]
-    return "ended: " + (" ".join(kept) or lines[0])
+    return (" ".join(kept) or lines[0]).partition(" Some common causes include")[0]
+
+
+def _plain(text: str) -> str:
+    return _COLOUR.sub("", text)
 
 
 def _rank_of_cause(failure: NrlError) -> int:

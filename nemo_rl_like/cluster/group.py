@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import ray
 from ray.actor import ActorHandle
@@ -127,6 +128,11 @@ class WorkerGroup:
             return
         self._open = False
         actors = [worker.actor for worker in self._client.workers]
+        if self._client.failure is None:
+            self._close(actors)
+        _remove(actors, self._placement)
+
+    def _close(self, actors: Sequence[ActorHandle]) -> None:
         closing = [actor.close.remote() for actor in actors]
         ready, late = ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for rank, ref in enumerate(closing):
@@ -136,10 +142,9 @@ class WorkerGroup:
             try:
                 ray.get(ref)
             except RayError as error:
-                logger.warning("worker group %s: a worker did not close: %s", self.name, str(error).splitlines()[0])
-        _remove(actors, self._placement)
+                logger.warning("worker group %s: a worker did not close: %s", self.name, error)
 
-    def __enter__(self) -> WorkerGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -16,6 +16,10 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Self
+
+# Ray prints this to the driver's stdout beside the error that we raise; read once, when ray is imported.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing")
 
 import ray
 from ray.exceptions import RaySystemError
@@ -33,6 +37,8 @@ _GIB = 1 << 30
 _LONGEST_TEMP_ROOT = 24
 """Characters: Ray appends about 75 of its own, and a Unix socket's path ends at 107."""
 _SESSION_FILE = "session.json"
+_HELPERS = ("ray/dashboard/dashboard.py", "ray/_private/log_monitor.py", "ray/autoscaler/_private/monitor.py")
+_DRIVER_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 @dataclass(slots=True)
@@ -68,19 +74,21 @@ class RaySession:
         log_folder.mkdir(parents=True, exist_ok=True)
         temp_dir = _make_temp_dir(run_id) if spec.address is None else None
         session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)
-        environ[watchdog.RUN_ID_ENV] = run_id
+        environ.update(session._marks())
         session._watchdog = _start_watchdog(run_id, temp_dir or Path(tempfile.gettempdir()) / f"nrl-{run_id}")
         try:
             session._connect(environ)
         except ClusterStartError:
             session.shutdown()
             raise
-        os.environ[watchdog.RUN_ID_ENV] = run_id
+        os.environ.update(session._marks())
         session._describe()
         return session
 
     def _connect(self, environ: dict[str, str]) -> None:
         terminate = signal.getsignal(signal.SIGTERM)
+        # Ray's daemons inherit this mask: a signal sent to the whole process group reaches the driver alone, which saves.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DRIVER_SIGNALS)
         try:
             with replaced_environ(environ):
                 if self.spec.address is None:
@@ -92,6 +100,7 @@ class RaySession:
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminate)  # Ray's own handler would exit without a checkpoint
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _start_local(self) -> None:
         gpus = self.devices.count if self.devices.kind == "gpu" else 0
@@ -108,6 +117,11 @@ class RaySession:
             _temp_dir=str(self.temp_dir),
         )
 
+    def _marks(self) -> dict[str, str]:
+        """What driver and workers have in their environment while the session lives. The second is Ray's: a failed call
+        whose value nobody fetches is no news, since every wait looks at how each rank ended."""
+        return {watchdog.RUN_ID_ENV: self.run_id, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+
     def _describe(self) -> None:
         text = json.dumps({"run_id": self.run_id, "temp_dir": str(self.temp_dir or ""), "driver_pid": os.getpid()})
         (self.log_folder / _SESSION_FILE).write_text(text + "\n", encoding="utf-8")
@@ -118,8 +132,10 @@ class RaySession:
             return
         self._open = False
         if ray.is_initialized():
+            self._end_helpers()
             ray.shutdown()
-        os.environ.pop(watchdog.RUN_ID_ENV, None)
+        for name in self._marks():
+            os.environ.pop(name, None)
         own = {os.getpid()} | ({self._watchdog.pid} if self._watchdog else set())
         left = watchdog.kill_run(self.run_id, str(self.temp_dir or f"nrl-{self.run_id}"), keep=frozenset(own))
         if left:
@@ -130,7 +146,13 @@ class RaySession:
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
-    def __enter__(self) -> RaySession:
+    def _end_helpers(self) -> None:
+        """End Ray's Python daemons: they would sit out the second of grace that Ray gives each, one after another."""
+        for pid in watchdog.processes_of_run(self.run_id, str(self.temp_dir)):
+            if any(name in watchdog.command_line(pid) for name in _HELPERS):
+                watchdog.kill(pid)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -151,7 +173,6 @@ def _ray_environ(spec: ClusterSpec) -> dict[str, str]:
         RAY_AUTH_MODE=spec.auth,
         RAY_worker_niceness="0",
         RAY_USAGE_STATS_ENABLED="0",
-        RAY_DEDUP_LOGS="0",
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
         RAY_raylet_start_wait_time_s=str(int(spec.start_timeout_s)),
     )

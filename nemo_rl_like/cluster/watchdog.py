@@ -41,16 +41,29 @@ def _belongs(proc: Path, env_mark: bytes, temp_dir: bytes) -> bool:
         return False
 
 
+def command_line(pid: int) -> str:
+    """A process's arguments, separated by spaces; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process, if it is still there and ours."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
 def kill_run(run_id: str, temp_dir: str, *, keep: frozenset[int] = frozenset(), seconds: float = 15.0) -> set[int]:
     """SIGKILL the run's processes but `keep`, again and again until none is left; returns those left after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         left = processes_of_run(run_id, temp_dir) - keep
         for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+            kill(pid)
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(_PASS_SECONDS)

@@ -22,11 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TextIO, runtime_checkable
 
 import ray
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.cluster import last_words
 from nemo_rl_like.cluster.context import Hosted, RankContext
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,10 @@ class WorkerInfo:
     """IP address of the host."""
     port: int
     """A TCP port that was free there."""
+    log_start: int
+    """Byte of the log file at which this process began to write."""
+    oom_kills: int
+    """Processes that the host's kernel had ended for lack of memory when this one started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,10 @@ class WorkerHost:
 
     def __init__(self, log_path: str) -> None:
         """Send this process's stdout and stderr to `log_path` (appended) from now on."""
-        _capture_output(Path(log_path))
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service")
+        self._log_start = _capture_output(Path(log_path))
+        self._oom_kills = last_words.oom_kills()
+        last_words.install()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="service", initializer=last_words.unblock_signals)
         self._services: dict[str, object] = {}
         self._turnstiles: defaultdict[str, _Turnstile] = defaultdict(_Turnstile)
         self._context: RankContext | None = None
@@ -105,7 +112,9 @@ class WorkerHost:
     async def describe(self) -> WorkerInfo:
         """Where this process runs."""
         address = ray.util.get_node_ip_address()
-        return WorkerInfo(os.getpid(), socket.gethostname(), address, _free_port(address))
+        last_words.unblock_signals()  # for the processes that asynchronous methods start
+        port = _free_port(address)
+        return WorkerInfo(os.getpid(), socket.gethostname(), address, port, self._log_start, self._oom_kills)
 
     async def configure(self, context: RankContext, env: Mapping[str, str]) -> None:
         """Tell the worker its place and set further environment variables (never part of Ray's own records)."""
@@ -209,20 +218,25 @@ def _call_sync(method: Callable[..., object], args: tuple[object, ...]) -> objec
     return method(*resolve(args))
 
 
-def _capture_output(path: Path) -> None:
+def _capture_output(path: Path) -> int:
+    """Send stdout and stderr, also those of native code, to the end of `path`; returns the file's size before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    start = os.fstat(handle).st_size
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    faulthandler.enable(file=2, all_threads=True)
+    sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    return start
+
+
+def _text_stream(handle: int) -> TextIO:
+    return open(handle, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _free_port(address: str) -> int:

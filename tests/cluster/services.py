@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 
@@ -56,6 +57,11 @@ class Probe:
     def kill(self, rank: int) -> None:
         if self.context.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    def crash(self, rank: int) -> None:
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(600)
 
     def fail(self, rank: int) -> None:
@@ -119,3 +125,13 @@ class Producer:
     def ask(self, start: int) -> object:
         assert self.other is not None
         return self.other.call("probe", "note_async", start, deadline_s=30)
+
+
+class Parent:
+    """Starts a process that outlives its worker unless somebody ends it."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.child = subprocess.Popen(["sleep", "3000"], start_new_session=True)
+
+    def ping(self) -> bool:
+        return self.child.poll() is None

@@ -1,0 +1,128 @@
+"""Laws of a run's end: however the driver ends, nothing of the run is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.cluster.errors import ClusterStartError
+from nemo_rl_like.cluster.ray_session import RaySession
+from nemo_rl_like.cluster.watchdog import command_line, kill_run, processes_of_run
+from nemo_rl_like.spec.experiment import ClusterSpec
+
+DRIVER = """
+import signal, sys, time
+from pathlib import Path
+from nemo_rl_like.cluster.group import WorkerGroup
+from nemo_rl_like.cluster.ray_session import RaySession
+from nemo_rl_like.spec.experiment import ClusterSpec
+
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append("TERM"))
+signal.signal(signal.SIGUSR1, lambda number, frame: asked.append("USR1"))
+with RaySession.start(ClusterSpec(object_store_gib=0.1), Path(sys.argv[1])) as session:
+    group = WorkerGroup.start("policy", session=session, axes={"n": 2}, devices=0)
+    group.host("child", "tests.cluster.services:Parent")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    group.call("child", "ping", deadline_s=30)
+    print(*asked, flush=True)
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A driver with two workers, each with a child process, in a process group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+    run = described(tmp_path)
+    assert not kill_run(run["run_id"], run["temp_dir"])
+
+
+def described(output: Path) -> dict[str, str]:
+    return json.loads((output / "logs" / "session.json").read_text())
+
+
+def assert_nothing_left(run: dict[str, str], shared_before: set[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := processes_of_run(run["run_id"], run["temp_dir"]):
+        assert time.monotonic() < deadline, [command_line(pid) for pid in left]
+        time.sleep(0.2)
+    while os.path.exists(run["temp_dir"]):
+        assert time.monotonic() < deadline, "Ray's folder is still there"
+        time.sleep(0.2)
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+@pytest.mark.service
+def test_nothing_survives_a_driver_that_is_killed(driver: subprocess.Popen[str], tmp_path: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    run = described(tmp_path)
+    names = " ".join(command_line(pid) for pid in processes_of_run(run["run_id"], run["temp_dir"]))
+    for part in ("raylet", "gcs_server", "WorkerHost", "sleep 3000"):
+        assert part in names, f"{part} must be found by the run id, or this test shows nothing"
+    driver.send_signal(signal.SIGKILL)
+    assert_nothing_left(run, shared, 15)
+
+
+@pytest.mark.service
+def test_signals_to_the_process_group_reach_the_driver_alone(driver: subprocess.Popen[str], tmp_path: Path) -> None:
+    run, shared = described(tmp_path), set(os.listdir("/dev/shm"))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.killpg(driver.pid, number)
+    time.sleep(1)
+    out, _ = driver.communicate("go\n", timeout=60)
+    assert sorted(out.split()) == ["TERM", "USR1"]
+    assert driver.returncode == 0
+    assert_nothing_left(run, shared, 5)
+
+
+def test_kill_run_takes_the_run_and_nobody_else() -> None:
+    mine = subprocess.Popen(["sleep", "100"], env={**os.environ, "NRL_RUN_ID": "test-mine"})
+    other = subprocess.Popen(["sleep", "100"], env={**os.environ, "NRL_RUN_ID": "test-mine-too"})
+    try:
+        assert processes_of_run("test-mine", "/no/such/folder") == {mine.pid}
+        assert kill_run("test-mine", "/no/such/folder") == set()
+        assert mine.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        mine.kill()
+        other.kill()
+        mine.wait()
+        other.wait()
+
+
+def test_a_token_without_a_file_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    with pytest.raises(SpecError, match=r"`cluster\.auth` is `token`.*RAY_AUTH_TOKEN_PATH"):
+        RaySession.start(ClusterSpec(auth="token"), tmp_path)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:9"])
+def test_an_address_where_no_ray_is_ends_with_a_clear_error(tmp_path: Path, address: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ClusterStartError, match=r"`cluster\.address`"):
+        RaySession.start(ClusterSpec(address=address, start_timeout_s=5), tmp_path)
+    assert time.monotonic() - started < 10
+    assert "NRL_RUN_ID" not in os.environ
