@@ -131,8 +131,11 @@ class Renderer:
 
     def _span(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, int, int]:
         """The text up to and with the last message, and where that message's trained part starts and ends in it."""
-        asked = self.text(messages[:-1], tools, answer_next=True)
         through = self.text(messages, tools, answer_next=False)
+        if len(messages) > 1:
+            asked = self.text(messages[:-1], tools, answer_next=True)
+        else:  # nothing was asked before, and templates refuse an empty conversation
+            asked = through.removesuffix(messages[0].content + self._closing)
         if not through.startswith(asked) or not through.endswith(self._closing):
             raise InputError(
                 f"tokenizer: {self._source}: the chat template asks for an answer with {asked[-40:]!r} but writes a finished one as "
