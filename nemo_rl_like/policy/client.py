@@ -15,6 +15,7 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
+from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 RANK = "nemo_rl_like.policy.rank:PolicyRank"
 
@@ -79,6 +80,19 @@ class Policy:
     def loss(self, batch: ray.ObjectRef, objective: Objective, what: str = "validation") -> dict[str, float]:
         """Metrics of the objective without a step."""
         return cast(dict[str, float], self.group.call(self.service, "evaluate_loss", batch, objective, what=what))
+
+    def score(self, rows: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """Log-probs at temperature 1 of each row's tokens but the first."""
+        return cast(list[list[float]], self.group.call(self.service, "score", rows, what="probe log-probs"))
+
+    def publish(self, version: int) -> SharedMemoryHandle:
+        """Put the weights where an engine can read them."""
+        got = self.group.call(self.service, "publish", version, what=f"publishing weights of version {version}")
+        return cast(SharedMemoryHandle, got)
+
+    def withdraw(self) -> None:
+        """Give back the memory that `publish` holds."""
+        self.group.call(self.service, "withdraw", what="withdrawing weights")
 
     def save(self, folder: Path) -> tuple[ShardFile, ...]:
         """Write weights (a Hugging Face folder) and, in training, optimizer state under a checkpoint's temporary folder."""

@@ -32,6 +32,7 @@ from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
+from nemo_rl_like.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class PolicyRank:
         self._ddp: DistributedDataParallel | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._store = PolicyStore(self.model, self.config, Path(folder))
+        self._sender = SharedMemorySender()
 
     # -- training
 
@@ -242,6 +244,19 @@ class PolicyRank:
         return self._ddp, self._optimizer
 
     # -- weights out and in
+
+    def publish(self, version: int) -> SharedMemoryHandle | None:
+        """Put every weight, in Hugging Face names, where an engine on rank 0's node can read it; rank 0 returns the handle."""
+        tensors = self._store.weights()
+        if dist.get_rank() != 0:
+            for _ in tensors:
+                pass
+            return None
+        return self._sender.publish(version, ((name, tensor) for name, tensor in tensors if tensor is not None))
+
+    def withdraw(self) -> None:
+        """Give back what `publish` holds."""
+        self._sender.close()
 
     def save(self, folder: str) -> tuple[ShardFile, ...]:
         """Write `weights/` (a Hugging Face folder) and, in training, `optimizer/` under `folder`; rank 0 returns the shards."""

@@ -35,12 +35,16 @@ class PolicyStore:
 
         Only rank 0 writes and returns any.
         """
-        files = self._write(folder, "weights", self._map.iter_hf(self._model))
+        files = self._write(folder, "weights", self.weights())
         if dist.get_rank() == 0:
             copy_side_files(self._source, folder / "weights")
         if optimizer is not None:
             files += self._write(folder, "optimizer", self._moments(optimizer))
         return files
+
+    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every weight by Hugging Face name, whole on rank 0 and None elsewhere; every rank must run it to its end."""
+        return self._map.iter_hf(self._model)
 
     def _write(
         self, folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]

@@ -7,18 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl_like.artifacts.hashing import JSON
+from nemo_rl_like.observe.terminal import Sample
 
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A sampled response to show."""
-
-    prompt: str
-    response: str
-    reward: float | None
-    """None: the sample is invalid."""
-    advantage: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,139 @@
+"""The engine as a run sees it: started beside the policy, fed with its weights, proved to hold them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import ray
+
+from nemo_rl_like.cluster.client import GroupClient
+from nemo_rl_like.cluster.context import Hosted
+from nemo_rl_like.cluster.group import WorkerGroup
+from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
+from nemo_rl_like.generation.types import Completion, Request, Sampling, SyncReport
+from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.policy.gap import GapLimit
+from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.weights.errors import WeightSyncError
+from nemo_rl_like.weights.manifest import compare
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "engine"
+EMBEDDED = "nemo_rl_like.generation.embedded:EmbeddedEngine"
+VLLM = "nemo_rl_like.generation.vllm:VllmEngine"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineClient:
+    """Calls an engine from any worker: the `Generator` of rollouts. Replicas share the requests evenly, in order."""
+
+    client: GroupClient
+    replicas: int
+    """1: the call is collective on every rank of the group."""
+    deadline_s: float
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """One list per request with one completion per seed, in order."""
+        if self.replicas == 1:
+            got = self.client.call(SERVICE, "generate", list(requests), sampling, deadline_s=self.deadline_s)
+            return cast(list[list[Completion]], got)
+        shares = [list(range(i, len(requests), self.replicas)) for i in range(self.replicas)]
+        pending = [
+            self.client.submit(SERVICE, "generate", [requests[i] for i in share], sampling, ranks=[rank])
+            for rank, share in enumerate(shares)
+        ]
+        out: list[list[Completion]] = [[] for _ in requests]
+        for share, one in zip(shares, pending, strict=True):
+            self.client.wait(one, deadline_s=self.deadline_s)
+            for index, completions in zip(share, ray.get(one[0]), strict=True):
+                out[index] = completions
+        return out
+
+
+@dataclass(slots=True)
+class RunEngine:
+    """The engine of a run, with the policy whose weights it samples from."""
+
+    spec: EngineSpec
+    policy: Policy
+    group: WorkerGroup
+    vocab_size: int
+    owns_group: bool
+    version: int = 0
+
+    @classmethod
+    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: str, vocab_size: int) -> RunEngine:
+        """Start the engine: on the policy's own ranks (embedded), or as vLLM replicas that read `folder` first."""
+        session = policy.group.session
+        if spec.kind == "embedded":
+            kwargs: dict[str, object] = {"model_handle": Hosted(policy.service, "model"), "engine": spec}
+            policy.group.host(SERVICE, EMBEDDED, kwargs)
+            return cls(spec, policy, policy.group, vocab_size, owns_group=False)
+        group = WorkerGroup.start(
+            "engine",
+            session=session,
+            axes={"replica": spec.replicas},
+            threads=spec.threads,
+            devices=1.0 if session.devices.kind == "gpu" else 0.0,
+        )
+        kwargs = {
+            "model_folder": str(folder),
+            "dtype": dtype,
+            "engine": spec,
+            "start_timeout_s": session.spec.start_timeout_s,
+            "call_timeout_s": session.spec.step_timeout_s,
+        }
+        group.host(SERVICE, VLLM, kwargs)
+        return cls(spec, policy, group, vocab_size, owns_group=True)
+
+    def client(self) -> EngineClient:
+        """What the rollout worker calls."""
+        replicas = 1 if self.spec.kind == "embedded" else self.spec.replicas
+        return EngineClient(self.group.client(), replicas, self.group.session.spec.step_timeout_s)
+
+    def gap_limit(self) -> GapLimit:
+        """Limit on the gap of rollout tokens at the current version."""
+        return GapLimit(self.spec.max_gap_p99, self.version)
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Bring the policy's weights to the engine as `version` and prove it; returns metrics.
+
+        vLLM: every replica's checksums and consumed names are compared with the manifest, then probe prompts are scored by
+        engine and trainer. Embedded: it reads the trainer's own parameters, so only its version (and its caches) change.
+        Raises WeightSyncError naming tensors or numbers.
+        """
+        if self.spec.kind == "embedded":
+            self._update(version, None)
+            self.version = version
+            return {}
+        handle = self.policy.publish(version)
+        for report in self._update(version, handle):
+            compare(handle.manifest, report.checksums, report.consumed)
+            if report.version != version:
+                raise WeightSyncError(f"weight sync of version {version}: an engine says it holds {report.version}")
+        self.policy.withdraw()
+        self.version = version
+        return self.probe()
+
+    def probe(self) -> dict[str, float]:
+        """Score fixed prompts with engine and trainer. Raises WeightSyncError when they disagree by more than the limit."""
+        rows = probe_prompts(self.vocab_size, count=self.spec.probe_prompts, tokens=self.spec.probe_tokens)
+        engine = cast(list[list[float]], self.group.call(SERVICE, "score", rows, what="probe prompts"))
+        gap = probe_gap(engine, self.policy.score(rows))
+        check_gap(gap, self.spec.max_gap_p99, f"probe prompts at weight version {self.version}")
+        return {"probe/p99": gap.p99, "probe/max": gap.max}
+
+    def _update(self, version: int, handle: object) -> list[SyncReport]:
+        pending = self.group.submit(SERVICE, "update_weights", version, handle, what=f"weight sync of version {version}")
+        self.group.wait(pending)
+        return list(ray.get(list(pending.values)))
+
+    def close(self) -> None:
+        """End the engine's own workers."""
+        if self.owns_group:
+            self.group.shutdown()

@@ -1,0 +1,195 @@
+"""The policy's gradient is that of the plain loss, however the batch is split, laid out or spread over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nemo_rl_like.algorithms.objectives import PolicyGradient
+from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
+from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
+from tests.policy.ranks import run_ranks
+
+VOCAB = 97
+TEMPERATURE = 0.7
+OBJECTIVE = PolicyGradient(aggregation="sequence_mean_token_mean", kl_coef=0.1, entropy_coef=0.01)
+BETA1 = 0.9
+
+
+def make_folder(path: Path, tied: bool = True) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_batch() -> TokenBatch:
+    """Three prompts with two to three responses, one of them invalid, one with environment tokens inside."""
+    gen = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(0, VOCAB, (n,), generator=gen).tolist()
+    rows, episode = [], 0
+    for prompt_id, (prompt_len, lengths) in enumerate([(5, (4, 7)), (3, (6, 1, 5)), (9, (2, 3))]):
+        prompt = draw(prompt_len)
+        for length in lengths:
+            n = prompt_len + length
+            mask = [False] * prompt_len + [True] * length
+            if length == 7:
+                mask[prompt_len + 2 : prompt_len + 4] = [False, False]
+            valid = episode != 5
+            rows.append(
+                Row(
+                    tokens=prompt + draw(length),
+                    prompt_len=prompt_len,
+                    loss_mask=mask if valid else [False] * n,
+                    behavior=[0.0] * n,
+                    version=[0 if m else -1 for m in mask],
+                    prompt_id=prompt_id,
+                    group_id=prompt_id,
+                    episode_id=episode,
+                    valid=valid,
+                    rewards={"reward": 1.0 if valid else float("nan")},
+                )
+            )
+            episode += 1
+    batch = batch_rows(rows)
+    n = batch.tokens.numel()
+    values = lambda: torch.randn(n, generator=gen) * 0.3 - 4.6
+    return batch.with_extras(proximal=values(), reference=values(), advantages=torch.randn(n, generator=gen))
+
+
+def reference(folder: Path, batch: TokenBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
+    """Gradients by Hugging Face name, log-probs [N] and the loss, by Hugging Face's model in float64, row by row."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    stats = OBJECTIVE.prepare(batch)
+    cuts = batch.cu_seqlens.tolist()
+    flat = torch.zeros(batch.tokens.numel(), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        ids = batch.tokens[start:end]
+        table = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        for t in range(1, end - start):
+            i = start + t
+            if not batch.loss_mask[i]:
+                continue
+            current = table[t - 1, ids[t]]
+            flat[i] = current.detach()
+            entropy = -(table[t - 1].exp() * table[t - 1]).sum()
+            ratio = (current - batch.extras["proximal"][i]).exp()
+            advantage = batch.extras["advantages"][i].double()
+            policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            x = current - batch.extras["reference"][i]
+            loss = policy + 0.1 * ((-x).exp() - 1 + x) - 0.01 * entropy
+            row = int(batch.row_of_token[i])
+            trained = batch.trained_per_row
+            total = total + loss / (int((trained > 0).sum()) * int(trained[row]))
+    assert torch.allclose(stats.weights.sum(), torch.ones(()), atol=1e-6)
+    total.backward()
+    gradients = {name: p.grad.float() for name, p in model.named_parameters() if name != "lm_head.weight" or not model.config.tie_word_embeddings}
+    return gradients, flat.float(), float(total.detach())
+
+
+def step(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, order: list[int] | None) -> dict[str, Any]:
+    """One step on this rank; gradients by Hugging Face name (Adam's first moment without clipping, over 1 - beta1)."""
+    from nemo_rl_like.cluster.context import RankContext, axis_ranks
+    from nemo_rl_like.policy.rank import PolicyRank
+
+    layout = policy.layout
+    axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
+    context = RankContext("policy", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node")
+    member = PolicyRank(context, folder=str(folder), policy=policy, dtype="float32")
+    batch = make_batch() if order is None else make_batch().select(order)
+    flat, _ = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False)
+    member.start_training(OptimizerSpec(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
+    metrics = member.train_step(batch, None, OBJECTIVE, TEMPERATURE)
+    moments = dict(member._store._moments(member._training()[1]))
+    gradients = {
+        name.removeprefix("exp_avg/"): value / (1 - BETA1)
+        for name, value in moments.items()
+        if value is not None and name.startswith("exp_avg/")
+    }
+    return {"metrics": metrics, "gradients": gradients, "logprobs": flat}
+
+
+def _walk_at(temperature: float) -> Any:
+    from nemo_rl_like.policy.rank import Walk
+
+    return Walk(temperature)
+
+
+def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicySpec], order: list[int] | None) -> list[Any]:
+    """The same step under each spec, one after another in one world."""
+    return [step(rank, world, port, folder, policy, order) for policy in policies]
+
+
+def check(got: dict[str, Any], want: tuple[dict[str, torch.Tensor], torch.Tensor, float]) -> None:
+    gradients, flat, loss = want
+    assert got["gradients"].keys() == gradients.keys()
+    worst = max((got["gradients"][name] - gradients[name]).abs().max().item() for name in gradients)
+    assert worst <= 1e-5, f"gradients differ by {worst}"
+    assert got["metrics"]["loss"] == pytest.approx(loss, abs=1e-5)
+    if flat is not None:
+        assert (got["logprobs"] - flat).abs().max() <= 1e-5
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"), tied=request.param)
+
+
+KINDS = ("shared_prefix", "packed", "padded")
+BUDGETS = (4096, 20, 1)
+"""Tokens: one micro-batch, about five, one row (or the least part of a group) each."""
+
+
+def test_gradient_is_the_plain_one_for_any_rows_and_any_micro_batches(folder: Path, tmp_path: Path) -> None:
+    policies = [PolicySpec(rows=kind, micro_batch_tokens=budget) for kind in KINDS for budget in BUDGETS]
+    want = reference(folder, make_batch())
+    for got in run_ranks(steps, 1, tmp_path, folder, policies, None):
+        check(got, want)
+
+
+def test_gradient_does_not_depend_on_the_order_of_rows(folder: Path, tmp_path: Path) -> None:
+    order = [6, 2, 0, 4, 5, 1, 3]
+    gradients, _, loss = reference(folder, make_batch())
+    (got,) = run_ranks(steps, 1, tmp_path, folder, [PolicySpec()], order)
+    check(got, (gradients, None, loss))
+
+
+def test_gradient_is_the_plain_one_over_two_ranks(folder: Path, tmp_path: Path) -> None:
+    layouts = [LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2)]
+    policies = [PolicySpec(layout=layout, micro_batch_tokens=budget) for layout in layouts for budget in (4096, 20)]
+    policies.append(PolicySpec(layout=LayoutSpec(pp=2), rows="padded", micro_batch_tokens=20))
+    want = reference(folder, make_batch())
+    for got in run_ranks(steps, 2, tmp_path, folder, policies, None):
+        check(got, want)
+
+
+def test_a_data_parallel_rank_without_trainable_tokens_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    """All rows are one group, which stays on one rank: the other runs an empty micro-batch."""
+    policies = [PolicySpec(layout=LayoutSpec(dp=2)), PolicySpec(layout=LayoutSpec(dp=2), rows="packed")]
+    first, second = run_ranks(steps, 2, tmp_path, folder, policies, [0, 1])
+    for name, gradient in first["gradients"].items():
+        assert (gradient - second["gradients"][name]).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_gradient_is_the_plain_one_over_four_ranks(folder: Path, tmp_path: Path) -> None:
+    layouts = [LayoutSpec(tp=2, pp=2), LayoutSpec(dp=2, tp=2), LayoutSpec(dp=2, pp=2)]
+    want = reference(folder, make_batch())
+    for got in run_ranks(steps, 4, tmp_path, folder, [PolicySpec(layout=layout) for layout in layouts], None):
+        check(got, want)
