@@ -6,6 +6,7 @@ The vocabulary is cut over the tensor-parallel ranks; one small all-gather makes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,8 +76,8 @@ def token_logprobs(
     """Log-probs of `targets` [M] from `hidden` [M, H], differentiable in `hidden` and the head's weight.
 
     log p(y) = z_y - logsumexp(z) and entropy = logsumexp(z) - sum_v p_v z_v, with z = hidden @ weight.T / temperature.
-    The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again (and keeps them when M fits
-    one chunk). Collective over the head's tensor-parallel ranks, which hold the same `hidden` and `targets`, and so does its
+    The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again, but for the last chunk's, which
+    are kept. Collective over the head's tensor-parallel ranks, which hold the same `hidden` and `targets`, and so does its
     backward. Raises ValueError if `temperature` or `chunk_tokens` is not positive.
     """
     if temperature <= 0 or chunk_tokens < 1:
@@ -125,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = log_norm - mean_logit if want_entropy else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, log_norm - mean_logit)
         ctx.shard, ctx.chunks, ctx.group = shard, chunks, head.tp_group
-        ctx.kept = kept if len(chunks) == 1 and any(ctx.needs_input_grad) else None
+        ctx.kept = kept if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         return target_logit - log_norm, entropy
 
@@ -139,11 +140,11 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_norm)
-        for part in ctx.chunks:
+        for part in reversed(ctx.chunks):
             chunk = _Chunk(hidden[part], targets[part], log_norm[part], entropy[part])
             grad_e = None if grad_entropy is None else grad_entropy[part]
-            shard.backward(chunk, ctx.kept, grad_logprobs[part], grad_e, grad_hidden[part], grad_weight)
-        ctx.kept = None
+            kept, ctx.kept = ctx.kept, None
+            shard.backward(chunk, kept, grad_logprobs[part], grad_e, grad_hidden[part], grad_weight)
         if ctx.group is not None and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=ctx.group)
         to_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -270,4 +271,6 @@ def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, T
 
 
 def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:
-    return [slice(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
+    """Slices of at most `chunk_tokens`; the short one is first, so that the last, which is kept for backward, is full."""
+    cuts = [0, *range(tokens % chunk_tokens or chunk_tokens, tokens + 1, chunk_tokens)] if tokens else []
+    return [slice(start, stop) for start, stop in pairwise(cuts)]

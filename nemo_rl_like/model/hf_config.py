@@ -215,6 +215,7 @@ def transformer_config(config: ModelConfig, layout: LayoutSpec, dtype: torch.dty
             num_layers_in_last_pipeline_stage=last if uneven else None,
             sequence_parallel=False,
             variable_seq_lengths=layout.pp > 1,
+            moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, in dense models too
             batch_p2p_comm=False,
         )
 

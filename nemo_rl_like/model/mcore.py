@@ -9,6 +9,7 @@ with runtime.quiet():
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
@@ -21,6 +22,7 @@ __all__ = [
     "ModuleSpec",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",

@@ -67,6 +67,28 @@ class WeightMap:
         extra = sorted(k for k in given - needed.keys() if not self._harmless(k))
         return Coverage(tuple(sorted(needed.keys() - given)), tuple(extra))
 
+    def check(self, reader: TensorReader) -> None:
+        """Raise InputError unless `reader` has every tensor in its shape, and nothing else; reads no tensor but a tied head."""
+        keys = reader.keys()
+        coverage = self.coverage(keys)
+        if coverage.missing or coverage.unmapped:
+            where = reader.source(keys[0]) if keys else "the weights"
+            raise InputError(
+                f"{where}: the weights do not fit a {self._config.family} model of this config.json; "
+                f"missing keys: {list(coverage.missing)}; keys without a place: {list(coverage.unmapped)}"
+            )
+        for name, shape in self.hf_shapes().items():
+            if reader.shape(name) != shape:
+                raise InputError(
+                    f"{reader.source(name)}: tensor {name} has shape {list(reader.shape(name))}, "
+                    f"but config.json asks for {list(shape)}"
+                )
+        if self._config.tie_embeddings and _HEAD in keys and not torch.equal(reader.get(_HEAD), reader.get(_EMBEDDING)):
+            raise InputError(
+                f"{reader.source(_HEAD)}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
+                "set tie_word_embeddings to false to keep both"
+            )
+
     def load_hf(self, model: MegatronModel, reader: TensorReader) -> None:
         """Copy this rank's parameters out of `reader`.
 
@@ -99,7 +121,7 @@ class WeightMap:
             yield from zip(entry.hf, parts, strict=True)
 
     def _local_tensors(self, model: MegatronModel, reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
-        self._check(reader)
+        self.check(reader)
         tp, rank = _tp_size(), parallel_state.get_tensor_model_parallel_rank()
         filled = set()
         for entry in self.entries:
@@ -111,23 +133,8 @@ class WeightMap:
         if left:
             raise ValueError(f"the weight map has no entry for Megatron's parameters {left}")
 
-    def _check(self, reader: TensorReader) -> None:
-        keys = reader.keys()
-        coverage = self.coverage(keys)
-        if coverage.missing or coverage.unmapped:
-            where = reader.source(keys[0]) if keys else "the weights"
-            raise InputError(
-                f"{where}: the weights do not fit a {self._config.family} model of this config.json; "
-                f"missing keys: {list(coverage.missing)}; keys without a place: {list(coverage.unmapped)}"
-            )
-        if self._config.tie_embeddings and _HEAD in keys and not torch.equal(reader.get(_HEAD), reader.get(_EMBEDDING)):
-            raise InputError(
-                f"{reader.source(_HEAD)}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
-                "set tie_word_embeddings to false to keep both"
-            )
-
     def _merge(self, entry: Entry, reader: TensorReader) -> Tensor:
-        parts = [_checked(reader, name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)]
+        parts = [reader.get(name) for name in entry.hf]
         if entry.packing == "qkv":
             return pack_qkv(parts[0], parts[1], parts[2], self._config.kv_heads)
         if entry.packing == "gate_up":
@@ -249,15 +256,6 @@ def _unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
         halves = [shard.chunk(2) for shard in shards]
         return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
     return torch.cat(list(shards), dim=1 if entry.packing == "columns" else 0)
-
-
-def _checked(reader: TensorReader, name: str, shape: tuple[int, ...]) -> Tensor:
-    found = reader.shape(name)
-    if found != shape:
-        raise InputError(
-            f"{reader.source(name)}: tensor {name} has shape {list(found)}, but config.json asks for {list(shape)}"
-        )
-    return reader.get(name)
 
 
 def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:

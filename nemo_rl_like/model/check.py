@@ -1,0 +1,231 @@
+"""Does a Hugging Face folder mean the same here? Logits against transformers, and a bit-equal round trip, at any TP and PP."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.spec.experiment import LayoutSpec
+
+TINY_TOLERANCE = 1e-5
+"""Largest logit difference that is always allowed."""
+LARGEST_TOLERANCE = 5e-4
+"""Largest logit difference that is ever allowed."""
+LOGPROB_TOLERANCE = 5e-5
+"""Largest mean log-prob difference."""
+_ROWS, _LONGEST_ROW = 4, 48
+TOKENS_FILE, LOGITS_FILE, EQUAL_FILE = "tokens.pt", "logits.pt", "round_trip.json"
+"""What the check and its ranks leave for each other in a folder of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `nrl model check` prints."""
+
+    folder: str
+    tp: int
+    pp: int
+    tokens: int
+    """Random tokens compared."""
+    max_abs_logit: float
+    """Largest |logit| of the float64 Hugging Face run."""
+    max_logit_diff: float
+    """Largest |Megatron float32 - Hugging Face float32| logit."""
+    mean_logprob_diff: float
+    """Mean |Megatron float32 - Hugging Face float32| log-prob of the next token, in nats."""
+    float64_error: float
+    """Largest |Megatron float32 - Hugging Face float64| logit."""
+    hf_float32_error: float
+    """Largest |Hugging Face float32 - Hugging Face float64| logit."""
+    tolerance: float
+    """Largest `max_logit_diff` and `float64_error` that pass."""
+    round_trip_equal: bool
+    """Hugging Face -> Megatron -> Hugging Face gave every tensor back bit for bit."""
+    unmapped_keys: tuple[str, ...]
+    """Keys of the folder without a place in the model."""
+    missing_keys: tuple[str, ...]
+    """Keys that the model needs and the folder lacks."""
+    seconds: float
+    ok: bool
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def check_folder(
+    folder: str | Path, tp: int = 1, pp: int = 1, *, seed: int = 0, timeout_s: float = 900.0
+) -> CheckReport:
+    """Compare a Hugging Face folder as loaded here on tp * pp ranks with transformers, on random tokens.
+
+    Starts the ranks itself, as processes of its own that end before it returns. Passes if Megatron's float32 logits are no
+    further from the float64 Hugging Face run than twice Hugging Face's own float32 logits (at least 1e-5, at most 5e-4), mean
+    log-probs agree to 5e-5 nats, every key is covered and the round trip is bit-equal.
+    Raises InputError for a folder, model or layout that cannot be used, NrlError if a rank fails or exceeds `timeout_s` seconds.
+    """
+    began = time.perf_counter()
+    config = ModelConfig.from_hf_folder(folder)
+    layout = LayoutSpec(tp=tp, pp=pp)
+    config.check_layout(layout)
+    tokens = _random_rows(config, seed)
+    with SafetensorsReader(folder) as reader:
+        coverage = WeightMap(config).coverage(reader.keys())
+        if coverage.missing or coverage.unmapped:
+            return _not_covered(
+                folder, layout, tokens, coverage.unmapped, coverage.missing, time.perf_counter() - began
+            )
+        WeightMap(config).check(reader)
+    ours, equal = _run_ranks(Path(folder), layout, tokens, timeout_s)
+    exact, theirs = _hugging_face(folder, tokens, torch.float64), _hugging_face(folder, tokens, torch.float32)
+    hf_error = _largest(theirs, exact)
+    tolerance = min(max(2 * hf_error, TINY_TOLERANCE), LARGEST_TOLERANCE)
+    difference, error = _largest(ours, theirs), _largest(ours, exact)
+    logprob = _mean_logprob_difference(ours, theirs, tokens)
+    finite = all(math.isfinite(x) for x in (difference, error, logprob))
+    # Two float32 runs each within their own rounding of the exact one may be this far apart.
+    close = difference <= min(tolerance + hf_error, LARGEST_TOLERANCE) and error <= tolerance
+    return CheckReport(
+        folder=str(folder),
+        tp=tp,
+        pp=pp,
+        tokens=sum(len(row) for row in tokens),
+        max_abs_logit=max(float(x.abs().max()) for x in exact),
+        max_logit_diff=difference,
+        mean_logprob_diff=logprob,
+        float64_error=error,
+        hf_float32_error=hf_error,
+        tolerance=tolerance,
+        round_trip_equal=equal,
+        unmapped_keys=coverage.unmapped,
+        missing_keys=coverage.missing,
+        seconds=time.perf_counter() - began,
+        ok=bool(finite and close and logprob <= LOGPROB_TOLERANCE and equal),
+    )
+
+
+def _random_rows(config: ModelConfig, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    longest = min(_LONGEST_ROW, config.max_positions)
+    lengths = [max(1, longest - 7 * i) for i in range(_ROWS)]
+    return [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Logits [row length, vocab] of each row."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True).eval()
+    with torch.no_grad():
+        return [model(input_ids=torch.tensor([row])).logits[0] for row in tokens]
+
+
+def _run_ranks(
+    folder: Path, layout: LayoutSpec, tokens: list[list[int]], timeout_s: float
+) -> tuple[list[Tensor], bool]:
+    """Megatron's logits of each row, and whether the round trip was bit-equal."""
+    with tempfile.TemporaryDirectory(prefix="nrl-check-") as scratch:
+        torch.save(tokens, Path(scratch) / TOKENS_FILE)
+        _spawn(folder.resolve(), layout, Path(scratch), timeout_s)
+        logits: list[Tensor] = torch.load(Path(scratch) / LOGITS_FILE, weights_only=True)
+        equal = json.loads((Path(scratch) / EQUAL_FILE).read_text()) is True
+    return logits, equal
+
+
+def _spawn(folder: Path, layout: LayoutSpec, scratch: Path, timeout_s: float) -> None:
+    world, port = layout.tp * layout.pp, _free_port()
+    threads = max(1, (os.cpu_count() or 1) // world)
+    processes = []
+    deadline = time.monotonic() + timeout_s
+    try:
+        for rank in range(world):
+            task = json.dumps(
+                {
+                    "folder": str(folder), "scratch": str(scratch), "rank": rank, "port": port, "tp": layout.tp,
+                    "pp": layout.pp, "threads": threads, "timeout_s": timeout_s,
+                }
+            )  # fmt: skip
+            log = (scratch / f"rank{rank}.log").open("wb")
+            command = [sys.executable, "-m", "nemo_rl_like.model.check_rank", task]
+            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment(threads)))
+            log.close()
+        _wait(processes, scratch, deadline, timeout_s)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], scratch: Path, deadline: float, timeout_s: float) -> None:
+    """Until every rank has ended well; the first failure ends the wait."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((rank for rank, code in enumerate(codes) if code not in (None, 0)), None)
+        if failed is not None:
+            tail = (scratch / f"rank{failed}.log").read_text(errors="replace")[-2000:]
+            raise NrlError(
+                f"rank {failed} of the model check ended with exit code {codes[failed]}; its last output:\n{tail}"
+            )
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            raise NrlError(f"the model check did not end in {timeout_s:.0f} s; ranks {running} were still running")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def _mean_logprob_difference(ours: list[Tensor], theirs: list[Tensor], tokens: list[list[int]]) -> float:
+    def logprobs(logits: list[Tensor]) -> Tensor:
+        rows = [
+            x[:-1].double().log_softmax(-1).gather(1, torch.tensor(row[1:], dtype=torch.int64)[:, None])[:, 0]
+            for x, row in zip(logits, tokens, strict=True)
+        ]
+        return torch.cat(rows)
+
+    difference = (logprobs(ours) - logprobs(theirs)).abs()
+    return float(difference.mean()) if difference.numel() else 0.0
+
+
+def _not_covered(
+    folder: str | Path,
+    layout: LayoutSpec,
+    tokens: list[list[int]],
+    unmapped: tuple[str, ...],
+    missing: tuple[str, ...],
+    seconds: float,
+) -> CheckReport:
+    nan = math.nan
+    return CheckReport(
+        str(folder), layout.tp, layout.pp, sum(len(row) for row in tokens), nan, nan, nan, nan, nan, nan, False,
+        unmapped, missing, seconds, False,
+    )  # fmt: skip
