@@ -32,7 +32,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float) -> tuple[T
 
 def seeds_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """int64 [B]: any integers, reduced modulo 2**64."""
-    return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
+    return torch.tensor([signed_64(seed) for seed in seeds], dtype=torch.int64, device=device)
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -40,14 +40,14 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    state = _finalise(seeds + _signed(_GOLDEN))
-    state = _finalise(state + positions * _signed(_GOLDEN))
+    state = _finalise(seeds + signed_64(_GOLDEN))
+    state = _finalise(state + positions * signed_64(_GOLDEN))
     return _shift_right(state, 64 - _UNIFORM_BITS).double() * 2.0**-_UNIFORM_BITS
 
 
 def _finalise(state: Tensor) -> Tensor:
     for shift, factor in _MIX:
-        state = (state ^ _shift_right(state, shift)) * _signed(factor)
+        state = (state ^ _shift_right(state, shift)) * signed_64(factor)
     return state ^ _shift_right(state, 31)
 
 
@@ -56,6 +56,7 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed_64(value: int) -> int:
+    """Any integer modulo 2**64, as a signed 64-bit number."""
     value &= _MASK_64
     return value - (1 << 64) if value >> 63 else value

@@ -7,7 +7,9 @@ is killed, and the seals make its content immutable: what was hashed is what is 
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import json
 import logging
 import mmap
 import os
@@ -45,6 +47,18 @@ class SharedMemoryHandle:
     """Inode number of the file: tells a reused process id or descriptor."""
     place: str
     """Boot and process-id namespace of the sender, see `place`."""
+
+    def to_json(self) -> str:
+        """Text form, for channels that carry no Python objects."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SharedMemoryHandle:
+        """Undo `to_json`."""
+        fields = json.loads(text)
+        entries = tuple(TensorEntry(**{**e, "shape": tuple(e["shape"])}) for e in fields["manifest"]["entries"])
+        manifest = Manifest(fields["manifest"]["version"], entries)
+        return cls(**{**fields, "manifest": manifest, "offsets": tuple(fields["offsets"])})
 
 
 def place() -> str:

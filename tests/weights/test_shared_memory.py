@@ -40,6 +40,12 @@ def test_what_is_read_equals_what_was_sent_bit_for_bit(name: str) -> None:
     compare(handle.manifest, {n: digest for n, (_, digest) in received.items()}, received.keys(), TENSORS.keys())
 
 
+def test_a_handle_survives_its_text_form() -> None:
+    with SharedMemorySender() as sender:
+        handle = sender.publish(3, TENSORS.items())
+        assert SharedMemoryHandle.from_json(handle.to_json()) == handle
+
+
 def test_writing_to_a_received_tensor_changes_nobody_elses() -> None:
     with SharedMemorySender() as sender:
         handle = sender.publish(1, TENSORS.items())

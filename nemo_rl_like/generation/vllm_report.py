@@ -1,0 +1,27 @@
+"""What a vLLM worker tells the engine after a weight update."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One worker's account of a weight update."""
+
+    checksums: dict[str, str]
+    """sha256 of the bytes this worker read, by Hugging Face name."""
+    consumed: list[str]
+    """Names whose tensors reached a parameter of this worker's model."""
+    error: str | None
+    """Why nothing was loaded; None if the weights were loaded."""
+
+    def to_json(self) -> str:
+        """Text form, for vLLM's calls between processes."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerReport:
+        """Undo `to_json`."""
+        return cls(**json.loads(text))
