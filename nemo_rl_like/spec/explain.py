@@ -84,11 +84,15 @@ def _anywhere(key: str, schema: Schema) -> str | None:
 
 
 def _bad_kind(detail: ErrorDetails, target: Target, root: Node) -> SpecProblem:
-    """A list item whose `kind` is missing or unknown."""
+    """A list item whose `kind` is missing, mistyped or unknown."""
     path = (*target.path, "kind")
-    mapping = target.schema.get("discriminator")
-    kinds = _names(mapping)
-    value = detail["input"].get("kind") if isinstance(detail["input"], dict) else None
+    kinds = _names(target.schema.get("discriminator"))
+    item = detail["input"] if isinstance(detail["input"], dict) else {}
+    value = item.get("kind")
+    mistyped = nearest("kind", item) if value is None else None
+    if mistyped is not None:
+        path = (*target.path, mistyped)
+        return SpecProblem(position_of(root, path), dotted(root, path), "unknown key", "kind")
     message = "this key is required but not given" if value is None else f"unknown kind {_shown(value)}"
     suggestion = nearest(value, kinds) if isinstance(value, str) else None
     return SpecProblem(position_of(root, path), dotted(root, path), message, suggestion, "one of " + ", ".join(kinds))

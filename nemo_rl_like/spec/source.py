@@ -62,13 +62,12 @@ def position_of(root: Node, path: Path) -> Position:
 
 
 def list_index(items: Sequence[Node], key: str) -> int | None:
-    """Index of the list item that `key` means: a number, else the item's `name`, else its `kind` if only one has it."""
+    """Index of the list item that `key` means: a number, else the item called so, else the only one of this `kind`."""
     if key.isdigit():
         return int(key) if int(key) < len(items) else None
-    for field in ("name", "kind"):
-        hits = [i for i, item in enumerate(items) if _text(item, field) == key]
-        if len(hits) == 1:
-            return hits[0]
+    for names in (item_names(items), [_text(item, "kind") for item in items]):
+        if names.count(key) == 1:
+            return names.index(key)
     return None
 
 

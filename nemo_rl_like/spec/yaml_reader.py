@@ -100,7 +100,7 @@ def read_yaml_text(text: str, name: str, *, lines: bool = True) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Position(name, mark.line + 1 if mark is not None and lines else None)
-        raise _problem(where, f"not valid YAML: {error.problem or error.context}") from error
+        raise _problem(where, f"not valid YAML: {', '.join(filter(None, [error.context, error.problem]))}") from error
     except yaml.YAMLError as error:
         raise _problem(Position(name), f"not valid YAML: {str(error).splitlines()[0]}") from error
     if root is None:
@@ -116,13 +116,17 @@ class _Converter:
         self.lines = lines
         self.count = 0
         self.open: set[int] = set()
+        self.key_at: Position | None = None
 
     def convert(self, node: yaml.Node, where: Position | None = None) -> Node:
         """Convert one node; `where` is the place of its key."""
         where = where or self.place(node)
         self.count += 1
         if self.count > MAX_NODES:
-            raise _problem(where, f"aliases expand to more than {MAX_NODES} values; write them out or shorten the file")
+            raise _problem(
+                self.key_at or where,
+                f"aliases expand to more than {MAX_NODES} values; write them out or shorten the file",
+            )
         if id(node) in self.open:
             raise _problem(where, "an alias contains itself")
         self.open.add(id(node))
@@ -151,7 +155,7 @@ class _Converter:
                 raise _problem(
                     where, f"key `{key_node.value}` is given twice, first at {seen[key_node.value]}; keep one"
                 )
-            seen[key_node.value] = where
+            seen[key_node.value] = self.key_at = where
             entries[key_node.value] = self.convert(value_node, where)
         return entries
 

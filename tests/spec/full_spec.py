@@ -1,0 +1,31 @@
+"""One spec that has every block, as plain values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from nemo_rl_like.spec.experiment import ExperimentSpec
+
+FULL: dict[str, Any] = {
+    "output": "runs/x",
+    "model": {"init": {}, "tokenizer": {"characters": "0123456789+="}},
+    "environment": {"name": "arithmetic"},
+    "stages": [
+        {"kind": "sft", "data": {"environment_demonstrations": True}},
+        {"kind": "rl", "evaluation": {}},
+        {"kind": "evaluate"},
+        {"kind": "export"},
+    ],
+    "secrets": {"HUB": {"env": "HUB_TOKEN"}},
+}
+
+
+def full_spec() -> ExperimentSpec:
+    """The spec with every default filled in."""
+    return ExperimentSpec.model_validate(copy.deepcopy(FULL))
+
+
+def full_values() -> dict[str, Any]:
+    """Every key of every block, as plain values."""
+    return full_spec().model_dump(mode="json")
