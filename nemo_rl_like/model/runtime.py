@@ -130,7 +130,7 @@ def init_distributed(
 
     `threads` are this rank's CPU threads (0: leave as they are); `timeout_s` bounds every collective, in seconds.
     Raises InputError if tp * pp does not divide `world`. Sequence parallelism is off. A second call only remakes the
-    model-parallel groups, for another layout of the same world.
+    model-parallel groups for another layout of the same world, and does nothing for the same layout.
     """
     if world % (tp * pp):
         raise InputError(f"world size {world} is not a multiple of tp * pp = {tp} * {pp}; use tp * pp * dp ranks")
@@ -167,6 +167,12 @@ def _init_model_parallel(tp: int, pp: int, timeout_s: float) -> None:
     from nemo_rl_like.model.mcore import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if sizes == (tp, pp):
+            return  # a second model of the same ranks, for example a frozen reference
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,

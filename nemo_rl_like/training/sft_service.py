@@ -168,3 +168,8 @@ class Demonstrations:
                 await environment.close()
 
         return (*asyncio.run(ask()), assistant(self._environment.demonstration(task, epoch)))
+
+
+def check_data(data: SftDataSpec, environment: EnvironmentSpec | None, seed: int) -> None:
+    """Open the data and take one example. Raises InputError, SpecError."""
+    _open(data, environment, seed).train(0, 0)

@@ -1,0 +1,76 @@
+"""The `rl` stage: reinforcement learning of the model or of an earlier checkpoint from an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from nemo_rl_like.artifacts.stage import StageContext
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
+from nemo_rl_like.stages.preflight import check_devices, check_environment, check_model, check_secrets, problems_of
+from nemo_rl_like.stages.session import shared_session
+from nemo_rl_like.stages.start_model import StartModel, start_model
+from nemo_rl_like.stages.training import train
+from nemo_rl_like.stages.workers import host_rollout, worker_group
+from nemo_rl_like.training.engine import RunEngine
+from nemo_rl_like.training.reinforcement import ROLLOUT, RlRecipe
+
+ROLLOUTS = "rollouts.jsonl"
+
+
+class RlStage:
+    """Trains on rewards; its artifact is the final checkpoint."""
+
+    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    output_type: type[Artifact] = Checkpoint
+
+    def __init__(self, stage_spec: RlStageSpec, experiment_spec: ExperimentSpec) -> None:
+        self.stage = stage_spec
+        self.spec = experiment_spec
+
+    def preflight(self) -> list[str]:
+        """Problems of model, devices and environment."""
+        spec = self.spec
+        return problems_of(
+            lambda: check_model(spec),
+            lambda: check_devices(spec),
+            lambda: check_environment(spec),
+            lambda: check_secrets(spec),
+        )
+
+    def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
+        """Train, resuming from the newest valid checkpoint in the stage's folder."""
+        spec, stage = self.spec, self.stage
+        session = shared_session(spec.cluster, context.run_folder)
+        model = start_model(spec, context.folder, inputs)
+        with worker_group(session) as workers:
+            host_rollout(workers, spec, model.folder, model.config)
+            workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
+            with self._policy(context, model) as (policy, reference, engine):
+                rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
+                recipe = RlRecipe(stage, spec.seed, policy, reference, engine, workers, rollouts)
+                policy.start_training(stage.optimizer, recipe.total_updates)
+                return Checkpoint.of(train(spec, context, recipe, policy, model.identity, stage.checkpoint))
+
+    @contextmanager
+    def _policy(
+        self, context: StageContext, model: StartModel
+    ) -> Iterator[tuple[Policy, Policy | None, RunEngine]]:
+        """The policy, its frozen start as reference if the KL term needs one, and the engine."""
+        spec = self.spec
+        session = shared_session(spec.cluster, context.run_folder)
+        policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+        try:
+            reference = None
+            if self.stage.algorithm.kl_coef:
+                reference = Policy(policy.group, "reference")
+                reference.host(model.folder, spec.policy, spec.model.dtype, model.initialize)
+            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config.vocab_size)
+            try:
+                yield policy, reference, engine
+            finally:
+                engine.close()
+        finally:
+            policy.group.shutdown()

@@ -1,0 +1,63 @@
+"""The `sft` stage: supervised fine-tuning of the model or of an earlier checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nemo_rl_like.artifacts.stage import StageContext
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.spec.experiment import ExperimentSpec, SftStageSpec
+from nemo_rl_like.stages.preflight import check_devices, check_environment, check_model, check_secrets, problems_of
+from nemo_rl_like.stages.session import shared_session
+from nemo_rl_like.stages.start_model import start_model
+from nemo_rl_like.stages.training import train
+from nemo_rl_like.stages.workers import context_tokens, environment_of, worker_group
+from nemo_rl_like.training.sft_service import check_data
+from nemo_rl_like.training.supervised import DATA, SftRecipe
+
+SERVICE = "nemo_rl_like.training.sft_service:SftService"
+
+
+class SftStage:
+    """Trains on conversations; its artifact is the final checkpoint."""
+
+    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    output_type: type[Artifact] = Checkpoint
+
+    def __init__(self, stage_spec: SftStageSpec, experiment_spec: ExperimentSpec) -> None:
+        self.stage = stage_spec
+        self.spec = experiment_spec
+
+    def preflight(self) -> list[str]:
+        """Problems of model, devices, environment and data."""
+        spec = self.spec
+        return problems_of(
+            lambda: check_model(spec),
+            lambda: check_devices(spec),
+            lambda: check_environment(spec),
+            lambda: check_secrets(spec),
+            lambda: check_data(self.stage.data, environment_of(spec), spec.seed),
+        )
+
+    def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
+        """Train, resuming from the newest valid checkpoint in the stage's folder."""
+        spec = self.spec
+        session = shared_session(spec.cluster, context.run_folder)
+        model = start_model(spec, context.folder, inputs)
+        kwargs: dict[str, object] = {
+            "data": self.stage.data,
+            "environment": environment_of(spec),
+            "tokenizer_folder": str(model.folder.resolve()),
+            "seed": spec.seed,
+            "max_tokens": context_tokens(spec, model.config),
+        }
+        with worker_group(session, "data") as workers:
+            workers.host(DATA, SERVICE, kwargs)
+            policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+            try:
+                policy.start_training(self.stage.optimizer, self.stage.steps)
+                recipe = SftRecipe(self.stage, policy, workers)
+                return Checkpoint.of(train(spec, context, recipe, policy, model.identity, self.stage.checkpoint))
+            finally:
+                policy.group.shutdown()

@@ -1,0 +1,94 @@
+"""Which model a stage starts from: an earlier stage's checkpoint, the spec's folder, or one from scratch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_like.artifacts.hashing import hash_json
+from nemo_rl_like.artifacts.types import Artifact
+from nemo_rl_like.checkpoint.layout import ModelIdentity
+from nemo_rl_like.data.tokenizer import make_tokenizer
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_io import INDEX, SINGLE
+from nemo_rl_like.policy.store import copy_side_files
+from nemo_rl_like.spec.experiment import ExperimentSpec
+
+BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class StartModel:
+    """A Hugging Face folder to start from."""
+
+    folder: Path
+    """config.json, tokenizer, and weights unless `initialize` is given."""
+    initialize: int | None
+    """Seed of a model from scratch; None: the folder has weights."""
+    config: ModelConfig
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What a checkpoint of this model is known by: its shape."""
+        shape = self.config.to_hf_dict()
+        words = f"{self.config.family}, {self.config.layers} layers x {self.config.hidden_size}, vocabulary {self.config.vocab_size}"
+        return ModelIdentity(hash_json(json.loads(json.dumps(shape, default=str))), words)
+
+
+def weights_of(checkpoint: Artifact) -> Path:
+    """The Hugging Face folder inside a checkpoint."""
+    return checkpoint.path / "weights"
+
+
+def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifact]) -> StartModel:
+    """The model that a stage in `folder` starts from: the (only) checkpoint among `inputs`, or the spec's model.
+
+    Raises InputError, SpecError.
+    """
+    if inputs:
+        (checkpoint,) = inputs.values()
+        return _found(weights_of(checkpoint))
+    model = spec.model
+    if model.init is not None:
+        return _from_scratch(spec, folder / BASE)
+    source = Path(str(model.path))
+    if model.tokenizer is None:
+        return _found(source)
+    return _with_tokenizer(spec, source, folder / BASE)
+
+
+def _found(folder: Path) -> StartModel:
+    return StartModel(folder, None, ModelConfig.from_hf_folder(folder))
+
+
+def _from_scratch(spec: ExperimentSpec, folder: Path) -> StartModel:
+    assert spec.model.init is not None and spec.model.tokenizer is not None  # the spec's own rules
+    tokenizer = make_tokenizer(spec.model.tokenizer)
+    raw = ModelConfig.from_init(spec.model.init, len(tokenizer)).to_hf_dict(spec.model.dtype)
+    raw |= {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    ends = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(str(folder))
+    return StartModel(folder, spec.seed, ModelConfig.from_hf_folder(folder))
+
+
+def _with_tokenizer(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
+    """The source's configuration and weights (linked, not copied) beside another tokenizer."""
+    assert spec.model.tokenizer is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_side_files(source, folder)
+    make_tokenizer(spec.model.tokenizer).save_pretrained(str(folder))
+    for file in source.iterdir():
+        if file.suffix == ".safetensors" or file.name in (INDEX, SINGLE):
+            link = folder / file.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(file.resolve())
+    return _found(folder)
