@@ -1,0 +1,190 @@
+"""`EmbeddedEngine`: decodes on the policy's own parameters, so there is no second copy and nothing to sync."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.cluster.context import RankContext
+from nemo_rl_like.generation.sampler import draw, seeds_tensor, uniforms
+from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
+from nemo_rl_like.model.decode import Decoder
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_SHARE = 8
+"""Finished rows leave the batch once they are one in this many; moving the cache for each one would cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A prompt and some of its request's seeds."""
+
+    request: int
+    """Index of the request."""
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Row:
+    """One sample being made."""
+
+    request: int
+    limit: int
+    """Most tokens it may get."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: StopReason | None = None
+
+    def add(self, token: int, logprob: float, stops: frozenset[int]) -> None:
+        """Take one more token, unless the sample has ended."""
+        if self.stop is not None:
+            return
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in stops:
+            self.stop = "stop"
+        elif len(self.ids) == self.limit:
+            self.stop = "length"
+
+
+class EmbeddedEngine:
+    """The engine on one rank of the policy group. All ranks make the same calls and get the same results.
+
+    Args: `context` from the worker group; `model_handle`, this rank's model; `engine` from the spec (`max_batch_rows`,
+    `max_context`). Data-parallel replicas share the requests. Weights are version 0 until `update_weights` says otherwise.
+    """
+
+    def __init__(self, context: RankContext, *, model_handle: MegatronModel, engine: EngineSpec) -> None:
+        limit = model_handle.shape.max_positions
+        self._max_context = min(engine.max_context or limit, limit)
+        self._max_rows = engine.max_batch_rows
+        self._decoder = Decoder(model_handle)
+        self._vocab_size = model_handle.shape.vocab_size
+        self._version = 0
+        logger.debug("embedded engine on rank %d of %s", context.rank, context.group)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that it samples from."""
+        return self._version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """One list per request with one completion per seed. See `Engine.generate`."""
+        for request in requests:
+            self._check(request.request_id, request.prompt_ids)
+        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        mine = range(replica, len(requests), replicas)
+        done: list[list[Completion]] = [[] for _ in requests]
+        for wave in _waves([(i, requests[i]) for i in mine], self._max_rows):
+            for row in self._decode(wave, sampling):
+                if row.stop is None:
+                    raise RuntimeError(f"a sample of request {requests[row.request].request_id!r} did not end")
+                done[row.request].append(Completion(tuple(row.ids), tuple(row.logprobs), self._version, row.stop))
+        return done if replicas == 1 else _exchange(done, replicas)
+
+    def score(self, rows: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """For each row of n tokens, the log-probs of all but the first. See `Engine.score`."""
+        for i, row in enumerate(rows):
+            self._check(f"score {i}", row[:-1])
+        flat = self._decoder.score(rows)
+        lengths = [len(row) - 1 for row in rows]
+        values = self._decoder.from_last_stage(flat, (sum(lengths),), torch.float32).split(lengths)
+        return [value.tolist() for value in values]
+
+    def update_weights(self, version: int, handle: SharedMemoryHandle | None) -> SyncReport:
+        """Say which version the policy's parameters are now. There is nothing to read: `handle` must be None."""
+        if handle is not None:
+            raise ValueError(
+                "the embedded engine decodes on the policy's own parameters and reads no published weights"
+            )
+        self._version = version
+        return SyncReport(version, {}, frozenset(), 0, 0.0)
+
+    def sleep(self) -> None:
+        """Nothing to give back: the cache lives only during `generate`."""
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+
+    def _check(self, name: str, prompt: Sequence[int]) -> None:
+        if not 0 < len(prompt) < self._max_context:
+            raise InputError(
+                f"request {name!r}: a prompt of {len(prompt)} tokens leaves no room in the context of {self._max_context} "
+                "(engine.max_context); shorten the prompt or raise the limit"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise InputError(f"request {name!r}: token ids must be in 0 .. {self._vocab_size - 1}; found {max(prompt)}")
+
+    @torch.inference_mode()
+    def _decode(self, wave: Sequence[_Group], sampling: Sampling) -> list[_Row]:
+        """Decode the wave's groups to their ends, in lockstep."""
+        rows = [
+            _Row(group.request, min(sampling.max_new_tokens, self._max_context - len(group.prompt)))
+            for group in wave
+            for _ in group.seeds
+        ]
+        state, logits = self._decoder.prefill([g.prompt for g in wave], [len(g.seeds) for g in wave])
+        if logits is not None:
+            logits = logits.index_select(0, state.group_of_row)
+        seeds = seeds_tensor([s for group in wave for s in group.seeds], state.group_of_row.device)
+        live, position = list(rows), 0
+        while True:
+            tokens, logprobs = self._draw(logits, seeds, position, sampling)
+            for row, token, logprob in zip(live, tokens.tolist(), logprobs.tolist(), strict=True):
+                row.add(token, logprob, sampling.stops)
+            keep = [i for i, row in enumerate(live) if row.stop is None]
+            if not keep:
+                return rows
+            if (len(live) - len(keep)) * _LEAVE_SHARE >= len(live):
+                state.keep(keep)
+                index = torch.tensor(keep, device=tokens.device)
+                live, tokens, seeds = [live[i] for i in keep], tokens[index], seeds[index]
+            logits = self._decoder.step(state, tokens)
+            position += 1
+
+    def _draw(self, logits: Tensor | None, seeds: Tensor, position: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [R] and log-probs float32 [R], drawn on the last stage and the same everywhere."""
+        tokens, logprobs = None, None
+        if logits is not None:
+            u = None if sampling.greedy else uniforms(seeds, torch.full_like(seeds, position))
+            tokens, logprobs = draw(logits, u, sampling.logprob_temperature)
+        shape = (seeds.numel(),)
+        return (
+            self._decoder.from_last_stage(tokens, shape, torch.int64),
+            self._decoder.from_last_stage(logprobs, shape, torch.float32),
+        )
+
+
+def _waves(requests: Sequence[tuple[int, Request]], max_rows: int) -> Iterator[list[_Group]]:
+    """Whole prompts, in order, as many as fit in `max_rows` rows; only a prompt with more samples than that is cut."""
+    wave: list[_Group] = []
+    used = 0
+    for index, request in requests:
+        for first in range(0, len(request.seeds), max_rows):
+            group = _Group(index, request.prompt_ids, request.seeds[first : first + max_rows])
+            if used + len(group.seeds) > max_rows:
+                yield wave
+                wave, used = [], 0
+            wave.append(group)
+            used += len(group.seeds)
+    if wave:
+        yield wave
+
+
+def _exchange(done: list[list[Completion]], replicas: int) -> list[list[Completion]]:
+    """Every replica's completions, on every replica."""
+    shares: list[list[list[Completion]] | None] = [None] * replicas
+    dist.all_gather_object(shares, done, group=parallel_state.get_data_parallel_group())
+    return [next((s[i] for s in shares if s is not None and s[i]), []) for i in range(len(done))]
