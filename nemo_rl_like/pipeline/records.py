@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -172,6 +173,7 @@ def _read(path: Path, kind: type[_R]) -> _R:
         ) from error
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     """Versions of Python, this package and the packages that decide results, as installed."""
     found: dict[str, str] = {"python": sys.version.split()[0], "nemo-rl-like": nemo_rl_like.__version__}
@@ -183,6 +185,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def _git_commit() -> str | None:
     source = Path(nemo_rl_like.__file__).parent
     if _git(source, "ls-files", "--error-unmatch", "__init__.py") is None:

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 MARKER = ".nrl-run"
 """File that makes a folder ours; it is locked while a run uses the folder."""
 
+LEFTOVERS = ".tmp-*"
+"""How files and folders that are being written are named, everywhere; those of a killed run are removed at the next start."""
+
 Start = Literal["new", "resume", "overwrite"]
 
 
@@ -80,6 +83,7 @@ class RunFolder:
             check_output(path, start)
             if start == "overwrite":
                 _clear(path)
+            _remove_leftovers(path)
         except OutputFolderError:
             os.close(lock)
             raise
@@ -115,9 +119,19 @@ def _clear(path: Path) -> None:
     """Remove everything but the marker, which keeps the folder ours if this is killed half-way."""
     logger.info("clearing output folder %s", path)
     for entry in path.iterdir():
-        if entry.name == MARKER:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+        if entry.name != MARKER:
+            _remove(entry)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a killed run was writing; the lock says that nobody is writing now."""
+    for entry in list(path.rglob(LEFTOVERS)):
+        if entry.exists() or entry.is_symlink():
+            _remove(entry)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()

@@ -137,7 +137,7 @@ class EngineSpec(Spec):
     probe_prompts: PositiveInt = 8
     """Prompts whose log-probs are compared between engine and trainer after each weight sync."""
     probe_tokens: PositiveInt = 64
-    """Tokens of one probe prompt, in tokens."""
+    """Length of one probe prompt, in tokens; one less than the context if that is shorter."""
     max_gap_p99: PositiveFloat = 1e-3
     """Largest 99 % quantile of |engine - trainer| log-prob, in nats; float32 default, about 0.3 for bfloat16."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 
@@ -12,8 +11,13 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     for candidate in set(candidates):
         edits = distance(word.lower(), candidate.lower())
         if edits <= max(1, max(len(candidate), len(word)) // 3):
-            ranked.append((edits, -len(os.path.commonprefix([word, candidate])), candidate))
+            ranked.append((edits, -_common_start(word, candidate), candidate))
     return min(ranked)[2] if ranked else None
+
+
+def _common_start(a: str, b: str) -> int:
+    """Letters that both words begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def distance(a: str, b: str) -> int:
