@@ -38,8 +38,8 @@ def main(task: str) -> None:
     config = ModelConfig.from_hf_folder(folder)
     with SafetensorsReader(folder) as reader:
         model = build_model(config, layout, torch.float32, weights=reader).eval()
-        logits = _logits(model, tokens)
-        equal = _round_trip_equal(WeightMap(config), model, reader)
+        logits = row_logits(model, tokens)
+        equal = round_trip_equal(WeightMap(config), model, reader)
     if logits is not None:
         torch.save(logits, scratch / LOGITS_FILE)
     if given["rank"] == 0:
@@ -48,7 +48,7 @@ def main(task: str) -> None:
     runtime.shutdown_distributed()
 
 
-def _logits(model: MegatronModel, tokens: list[list[int]]) -> list[Tensor] | None:
+def row_logits(model: MegatronModel, tokens: list[list[int]]) -> list[Tensor] | None:
     """float32 [row length, vocab] of each row on the last stage's first rank, through Megatron's own schedule; else None."""
     batch = _all_places(tokens)
     collected: list[Tensor] = []
@@ -87,7 +87,7 @@ def _all_places(tokens: list[list[int]]) -> MicroBatch:
     return MicroBatch("packed", ids[None], positions[None], PackedLayout.of(lengths), places, ids, places)
 
 
-def _round_trip_equal(weight_map: WeightMap, model: MegatronModel, reader: SafetensorsReader) -> bool:
+def round_trip_equal(weight_map: WeightMap, model: MegatronModel, reader: SafetensorsReader) -> bool:
     """Whether every exported tensor equals the folder's bit for bit; meaningful on rank 0, collective."""
     equal = True
     for name, tensor in weight_map.iter_hf(model):

@@ -1,0 +1,38 @@
+"""One Megatron rank in the test process, tiny Hugging Face folders, one run of four ranks for all parallel laws."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_like.model import runtime
+from tests.model import tiny
+from tests.model.parallel_rank import Results, run_four_ranks
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hugging Face folder of each family."""
+    return tiny.save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="package")
+def one_rank() -> Iterator[None]:
+    """A world of one rank in this process."""
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    runtime.init_distributed(0, 1, "127.0.0.1", port, 1, 1, 120.0, 1)
+    yield
+    runtime.shutdown_distributed()
+
+
+@pytest.fixture(scope="session")
+def four_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What four gloo ranks computed in every layout (one start for all tests)."""
+    return run_four_ranks(folders, tmp_path_factory.mktemp("ranks"))

@@ -1,0 +1,201 @@
+"""Four gloo ranks, started once, run every family in every layout: `python -m tests.model.parallel_rank '{...}'`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_like.model import runtime
+from nemo_rl_like.model.check_rank import round_trip_equal, row_logits
+from nemo_rl_like.model.factory import build_model
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.heads import output_head, token_logprobs
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_io import SafetensorsReader, ShardWriter
+from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
+from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
+from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.tokens.batch import TokenBatch
+from tests.model import tiny
+
+with runtime.quiet():
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+WORLD = 4
+TEMPERATURE = 0.8
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
+"""(tp, pp); the rest of the world is data parallel."""
+KINDS: tuple[Kind, ...] = ("padded", "packed", "shared_prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Everything the ranks wrote, by case name."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, bool | int]
+
+
+def run_four_ranks(folders: Mapping[str, Path], scratch: Path) -> Results:
+    """Start the ranks, wait for them, and read what they wrote. A rank that fails fails the test with its output."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    named = {family: str(path) for family, path in folders.items()}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ranks = []
+    for rank in range(WORLD):
+        task = json.dumps({"rank": rank, "port": port, "folders": named, "scratch": str(scratch)})
+        command = [sys.executable, "-m", "tests.model.parallel_rank", task]
+        log = (scratch / f"rank{rank}.log").open("wb")
+        ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+        log.close()
+    try:
+        codes = [process.wait(timeout=400) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    logs = "\n".join((scratch / f"rank{rank}.log").read_text(errors="replace")[-3000:] for rank in range(WORLD))
+    assert codes == [0] * WORLD, logs
+    tensors: dict[str, Tensor] = {}
+    facts: dict[str, bool | int] = {}
+    for rank in range(WORLD):
+        part = torch.load(scratch / f"rank{rank}.pt", weights_only=True)
+        tensors.update(part["tensors"])
+        facts.update({f"{name}/rank{rank}": value for name, value in part["facts"].items()})
+    return Results(tensors, facts)
+
+
+class _Rank:
+    """Runs the cases of one rank."""
+
+    def __init__(self, rank: int, scratch: Path) -> None:
+        self._rank, self._scratch = rank, scratch
+        self.tensors: dict[str, Tensor] = {}
+        self.facts: dict[str, bool | int] = {}
+
+    def family(self, family: str, folder: Path, tp: int, pp: int) -> None:
+        """Logits, round trip, log-probs, gradients and scattered moments of one family in one layout."""
+        config, case = ModelConfig.from_hf_folder(folder), f"{family}/tp{tp}pp{pp}"
+        weight_map = WeightMap(config)
+        with SafetensorsReader(folder) as reader:
+            model = build_model(config, LayoutSpec(tp=tp, pp=pp), torch.float32, weights=reader)
+            logits = row_logits(model, [list(range(40)), [3, 1, 4], [7]])
+            if logits is not None and parallel_state.get_data_parallel_rank() == 0:
+                self.tensors[f"{case}/logits"] = torch.cat(logits)
+            self.facts[f"{case}/round_trip"] = round_trip_equal(weight_map, model, reader)
+        for kind in KINDS if family == "qwen3" else KINDS[-1:]:
+            for budget in (12, 4096):
+                self._train(f"{case}/{kind}{budget}", model, weight_map, kind, budget)
+        self.facts[f"{case}/moments"] = self._moments_return(case.replace("/", "-"), model, weight_map)
+
+    def scratch_model(self, folder: Path, tp: int, pp: int) -> None:
+        """A model from a seed, exported."""
+        config = ModelConfig.from_hf_folder(folder)
+        model = build_model(config, LayoutSpec(tp=tp, pp=pp), torch.float32, seed=11)
+        for name, tensor in WeightMap(config).iter_hf(model):
+            if tensor is not None:
+                self.tensors[f"scratch/tp{tp}pp{pp}/{name}"] = tensor.clone()
+
+    def _train(self, case: str, model: MegatronModel, weight_map: WeightMap, kind: Kind, budget: int) -> None:
+        batch = tiny.make_batch()
+        dp_size, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        passes = plan_microbatches(
+            batch, range(batch.rows), dp_size=dp_size, dp_rank=dp_rank, kind=kind, token_budget=budget
+        )
+        self.facts[f"{case}/passes"] = len(passes)
+        flat = run_schedule(model, batch, passes)
+        if parallel_state.get_tensor_model_parallel_rank() != 0 or not model.post_process:
+            flat.zero_()
+        dist.all_reduce(flat)
+        gradients = {name: p.main_grad for name, p in model.named_parameters()}
+        exported = {name: tensor for name, tensor in weight_map.iter_hf(model, gradients) if tensor is not None}
+        if self._rank == 0:
+            self.tensors[f"{case}/logprobs"] = flat
+            self.tensors.update({f"{case}/grad/{name}": tensor.clone() for name, tensor in exported.items()})
+
+    def _moments_return(self, case: str, model: MegatronModel, weight_map: WeightMap) -> bool:
+        """Whether exported tensors, written and scattered again, are this rank's tensors bit for bit."""
+        # Like moments, finished gradients are equal on all ranks that hold the same tensor.
+        moments = {name: p.main_grad * 2 for name, p in model.named_parameters()}
+        folder = self._scratch / case
+        writer = ShardWriter(folder, 40_000)
+        for name, tensor in weight_map.iter_hf(model, moments):
+            if tensor is not None:
+                writer.add(name, tensor)
+        writer.close()
+        dist.barrier()
+        with SafetensorsReader(folder) as reader:
+            back = weight_map.scatter_hf(model, reader)
+        # Padded vocabulary rows come back as zeros; their gradients are zero too.
+        return back.keys() == moments.keys() and all(torch.equal(back[name], moments[name]) for name in back)
+
+
+def run_schedule(model: MegatronModel, batch: TokenBatch, passes: list[MicroBatch]) -> Tensor:
+    """Forward and backward of `tiny.loss_of` by Megatron's schedule and DDP; log-probs [N] on the last stage.
+
+    The whole gradient is each parameter's `main_grad` afterwards.
+    """
+    weights, flat = tiny.token_weights(batch), torch.zeros(batch.tokens.numel())
+
+    def forward_step(
+        batches: Iterator[MicroBatch], stage: MegatronModel
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+        micro_batch = next(batches)
+        return stage(micro_batch), lambda hidden: loss(hidden, micro_batch)
+
+    def loss(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        out = token_logprobs(
+            hidden, output_head(model), micro_batch.targets, temperature=TEMPERATURE, chunk_tokens=5, want_entropy=True
+        )
+        flat[micro_batch.source_index] = out.logprobs.detach()
+        # A token count of zero makes Megatron divide the gradient by nothing.
+        total = tiny.loss_of(out.logprobs, out.entropy, weights[micro_batch.source_index])
+        return total, torch.zeros((), dtype=torch.int), {}
+
+    model.config.calculate_per_token_loss = True
+    model.config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False), model
+    )
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(passes),
+        model=[ddp],
+        num_microbatches=len(passes),
+        seq_length=passes[0].input_ids.shape[1],
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return flat
+
+
+def main(task: str) -> None:
+    """Run every case of this rank and save the results."""
+    given = json.loads(task)
+    rank, scratch = given["rank"], Path(given["scratch"])
+    cases = _Rank(rank, scratch)
+    for tp, pp in LAYOUTS:
+        runtime.init_distributed(rank, WORLD, "127.0.0.1", given["port"], tp, pp, 120.0, 1)
+        for family, folder in given["folders"].items():
+            cases.family(family, Path(folder), tp, pp)
+        cases.scratch_model(Path(given["folders"]["llama_tied"]), tp, pp)
+    torch.save({"tensors": cases.tensors, "facts": cases.facts}, scratch / f"rank{rank}.pt")
+    dist.barrier()
+    runtime.shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

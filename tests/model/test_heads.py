@@ -1,0 +1,116 @@
+"""Laws of the vocabulary head against a float64 log-softmax (tensor parallelism: test_parallel)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_like.model.heads import OutputHead, full_logits, token_logprobs
+
+
+def draw(
+    tokens: int, hidden: int, vocab: int, padding: int, seed: int
+) -> tuple[torch.Tensor, OutputHead, torch.Tensor]:
+    torch.manual_seed(seed)
+    weight = torch.randn(vocab + padding, hidden).requires_grad_()
+    states = torch.randn(tokens, hidden).requires_grad_()
+    return states, OutputHead(weight, vocab), torch.randint(vocab, (tokens,))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 9),
+    chunk=st.integers(1, 10),
+    padding=st.integers(0, 3),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    entropy_weight=st.sampled_from([None, 0.0, 0.7]),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_equal_float64_for_any_chunk(
+    tokens: int, chunk: int, padding: int, temperature: float, entropy_weight: float | None, seed: int
+) -> None:
+    hidden, head, targets = draw(tokens, 6, 17, padding, seed)
+    g = torch.randn(tokens)
+    out = token_logprobs(
+        hidden, head, targets, temperature=temperature, chunk_tokens=chunk, want_entropy=entropy_weight is not None
+    )
+    loss = (out.logprobs * g).sum()
+    states, weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    log_softmax = (states @ weight[:17].t() / temperature).log_softmax(-1)
+    logprobs = log_softmax.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    expected = (logprobs * g).sum()
+    if entropy_weight is None:
+        assert out.entropy is None
+    else:
+        assert out.entropy is not None
+        assert torch.allclose(out.entropy.double(), entropy, atol=5e-6)
+        if entropy_weight:
+            loss, expected = (
+                loss + entropy_weight * (out.entropy * g).sum(),
+                expected + entropy_weight * (entropy * g).sum(),
+            )
+    loss.backward()
+    expected.backward()
+    assert torch.allclose(out.logprobs.double(), logprobs, atol=5e-6)
+    assert hidden.grad is not None and torch.allclose(hidden.grad.double(), states.grad, atol=2e-5)
+    assert head.weight.grad is not None and torch.allclose(head.weight.grad.double(), weight.grad, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_logits_like_minus_infinity_give_finite_gradients(chunk: int) -> None:
+    hidden, head, targets = draw(4, 6, 17, 0, 0)
+    with torch.no_grad():
+        hidden[1] *= 1e9
+        head.weight[3] = -1e12
+    out = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=chunk, want_entropy=True)
+    assert out.entropy is not None
+    (out.logprobs.sum() + out.entropy.sum()).backward()
+    for value in (out.logprobs, out.entropy, hidden.grad, head.weight.grad):
+        assert value is not None and bool(torch.isfinite(value).all())
+
+
+def test_padded_vocabulary_never_wins() -> None:
+    hidden, head, targets = draw(5, 6, 17, 2, 1)
+    with torch.no_grad():
+        head.weight[17:] = hidden[0] * 100
+    assert full_logits(hidden, head).shape == (5, 17)
+    out = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=2)
+    assert torch.allclose(
+        out.logprobs, full_logits(hidden, head).log_softmax(-1).gather(1, targets[:, None])[:, 0], atol=1e-5
+    )
+    out.logprobs.sum().backward()
+    assert head.weight.grad is not None and not head.weight.grad[17:].any()
+
+
+def test_no_more_logits_than_a_chunk_exist_at_once() -> None:
+    hidden, head, targets = draw(64, 4, 5000, 0, 2)
+    biggest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal biggest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[-1:] == (5000,):
+                biggest = max(biggest, out.shape[0])
+            return out
+
+    with Watch():
+        token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=16).logprobs.sum().backward()
+    assert biggest == 16
+
+
+def test_a_second_backward_gives_the_same_gradient() -> None:
+    hidden, head, targets = draw(5, 6, 17, 0, 3)
+    loss = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=2).logprobs.sum()
+    first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    assert torch.allclose(torch.autograd.grad(loss, hidden)[0], first, atol=1e-6)
+
+
+@pytest.mark.parametrize(("temperature", "chunk"), [(0.0, 1), (-1.0, 1), (1.0, 0)])
+def test_arguments_that_are_not_positive_are_refused(temperature: float, chunk: int) -> None:
+    hidden, head, targets = draw(2, 6, 17, 0, 0)
+    with pytest.raises(ValueError, match="positive"):
+        token_logprobs(hidden, head, targets, temperature=temperature, chunk_tokens=chunk)

@@ -1,0 +1,101 @@
+"""Laws of the plan: every scored token once, equal passes on every rank, budgets kept, prompts shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
+from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
+
+KINDS = st.sampled_from(["padded", "packed", "shared_prefix"])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TokenBatch:
+    rows = []
+    for prompt_id in range(draw(st.integers(1, 4))):
+        prompt = draw(st.lists(st.integers(0, 50), min_size=1, max_size=6))
+        for _ in range(draw(st.integers(1, 4))):
+            response = draw(st.lists(st.integers(0, 50), min_size=0, max_size=6))
+            trained = [draw(st.booleans()) for _ in response]
+            tokens, n = prompt + response, len(prompt) + len(response)
+            mask = [False] * len(prompt) + trained
+            rows.append(Row(tokens, len(prompt), mask, [0.0] * n, [-1] * n, prompt_id, prompt_id, len(rows)))
+    order = draw(st.permutations(range(len(rows))))
+    return batch_rows([rows[i] for i in order])
+
+
+def plan(batch: TokenBatch, kind: Kind, dp: int, budget: int, rows: list[int] | None = None) -> list[list[MicroBatch]]:
+    chosen = list(range(batch.rows)) if rows is None else rows
+    return [
+        plan_microbatches(batch, chosen, dp_size=dp, dp_rank=rank, kind=kind, token_budget=budget) for rank in range(dp)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), KINDS, st.integers(1, 3), st.integers(1, 60))
+def test_every_scored_token_is_predicted_once_from_the_token_before_it(
+    batch: TokenBatch, kind: Kind, dp: int, budget: int
+) -> None:
+    ranks = plan(batch, kind, dp, budget)
+    assert len({len(passes) for passes in ranks}) == 1
+    scored = []
+    for micro_batch in (m for passes in ranks for m in passes):
+        source, place = micro_batch.source_index, micro_batch.predict_index
+        scored += source.tolist()
+        assert torch.equal(micro_batch.targets, batch.tokens[source])
+        if len(source):
+            assert torch.equal(micro_batch.input_ids.flatten()[place], batch.tokens[source - 1])
+            first = batch.cu_seqlens[batch.row_of_token[source]]
+            assert torch.equal(micro_batch.position_ids.flatten()[place], source - 1 - first)
+    assert sorted(scored) == batch.loss_mask.nonzero().flatten().tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), KINDS, st.integers(1, 60))
+def test_only_a_lone_row_exceeds_the_token_budget(batch: TokenBatch, kind: Kind, budget: int) -> None:
+    for micro_batch in plan(batch, kind, 1, budget)[0]:
+        if micro_batch.input_ids.numel() > budget:
+            assert len(set(batch.row_of_token[micro_batch.source_index].tolist())) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.integers(1, 3))
+def test_rows_of_one_prompt_stay_together_and_compute_it_once(batch: TokenBatch, dp: int) -> None:
+    seen: set[int] = set()
+    for micro_batch in (m for passes in plan(batch, "shared_prefix", dp, 10_000) for m in passes):
+        rows = sorted(set(batch.row_of_token[micro_batch.source_index].tolist()))
+        prompts = set(batch.prompt_id[rows].tolist())
+        assert not prompts & seen
+        seen |= prompts
+        if not rows:
+            continue
+        prompt_tokens = sum(int(batch.prompt_lens[batch.prompt_id == p][0]) for p in prompts)
+        last = [int(micro_batch.source_index[batch.row_of_token[micro_batch.source_index] == r].max()) for r in rows]
+        own = sum(t - int(batch.cu_seqlens[r]) - int(batch.prompt_lens[r]) for r, t in zip(rows, last, strict=True))
+        assert micro_batch.input_ids.numel() == prompt_tokens + own
+
+
+@settings(max_examples=20, deadline=None)
+@given(batches(), KINDS)
+def test_rows_that_were_not_asked_for_are_left_out(batch: TokenBatch, kind: Kind) -> None:
+    chosen = list(range(0, batch.rows, 2))
+    sources = torch.cat([m.source_index for m in plan(batch, kind, 1, 100, chosen)[0]])
+    assert set(batch.row_of_token[sources].tolist()) <= set(chosen)
+
+
+def test_rows_that_share_a_prompt_id_but_not_the_prompt_are_refused() -> None:
+    rows = [Row(t, 2, [False, False, True], [0.0] * 3, [-1] * 3, 7, 7, i) for i, t in enumerate(([1, 2, 3], [1, 9, 3]))]
+    with pytest.raises(ValueError, match="prompt_id 7"):
+        plan(batch_rows(rows), "shared_prefix", 1, 100)
+
+
+def test_data_parallel_ranks_get_similar_work() -> None:
+    rows = [
+        Row([1] * n, 1, [False] + [True] * (n - 1), [0.0] * n, [-1] * n, i, i, i) for i, n in enumerate(range(2, 42))
+    ]
+    loads = [sum(m.input_ids.numel() for m in passes) for passes in plan(batch_rows(rows), "packed", 4, 10_000)]
+    assert max(loads) <= 1.1 * min(loads)

@@ -1,0 +1,126 @@
+"""Tiny random Hugging Face models of every family, token batches, and what transformers says about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
+
+VOCAB = 131
+"""Odd, so that two tensor-parallel ranks need padding."""
+FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3")
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000.0,
+}
+
+
+def make_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random model whose logits depend strongly on every weight: nothing keeps its initial one or zero."""
+    torch.manual_seed(seed)
+    if family.startswith("llama"):
+        model = LlamaForCausalLM(LlamaConfig(**_SHAPE, head_dim=16, tie_word_embeddings=family == "llama_tied"))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=32))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.normal_(1.0, 0.2)
+            else:
+                parameter.normal_(0.0, 0.15)
+    return model
+
+
+def save_models(folder: Path) -> dict[str, Path]:
+    """One Hugging Face folder per family."""
+    folders = {}
+    for family in FAMILIES:
+        folders[family] = folder / family
+        make_model(family).save_pretrained(folders[family])
+    return folders
+
+
+def make_batch(prompts: int = 3, samples: int = 3, seed: int = 1, longest: int = 9) -> TokenBatch:
+    """Groups of rows with shared prompts and lengths from 1 on; one has an untrained token inside, one none trained."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+    rows = []
+    for prompt_id in range(prompts):
+        prompt = draw(1 + draw(1)[0] % longest)
+        for _ in range(samples):
+            response = draw(1 + draw(1)[0] % longest)
+            mask = [False] * len(prompt) + [True] * len(response)
+            if len(response) > 3 and prompt_id == 1:
+                mask[len(prompt) + 1] = False
+            rows.append(_row(prompt + response, len(prompt), mask, prompt_id, len(rows)))
+    first = rows[0]
+    blind = first.tokens[: first.prompt_len]
+    rows.append(_row([*blind, 5, 6], first.prompt_len, [False] * (len(blind) + 2), first.prompt_id, len(rows)))
+    return batch_rows(rows)
+
+
+def _row(tokens: list[int], prompt_len: int, mask: list[bool], prompt_id: int, episode: int) -> Row:
+    return Row(tokens, prompt_len, mask, [0.0] * len(tokens), [-1] * len(tokens), prompt_id, prompt_id, episode)
+
+
+def token_weights(batch: TokenBatch) -> Tensor:
+    """float32 [N] a different weight for each token's log-prob in the test's loss."""
+    return torch.randn(batch.tokens.numel(), generator=torch.Generator().manual_seed(7)) / 10
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What transformers says."""
+
+    logprobs: Tensor
+    """[N] at trained tokens, 0 elsewhere."""
+    gradients: dict[str, Tensor]
+    """Of `loss_of`, by Hugging Face name."""
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor | None, weights: Tensor) -> Tensor:
+    """A loss that needs every log-prob and every entropy [M]: sum of weights * (log-prob + 0.3 entropy)."""
+    assert entropy is not None
+    return ((logprobs + 0.3 * entropy) * weights).sum()
+
+
+def reference(folder: Path, batch: TokenBatch, temperature: float, dtype: torch.dtype = torch.float64) -> Reference:
+    """Log-probs and gradients of one padded-free row after another in transformers."""
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).train()
+    parts, entropies = [], []
+    for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        row = batch.tokens[start:stop]
+        log_softmax = (model(input_ids=row[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        nothing = log_softmax.new_zeros(1)
+        parts.append(torch.cat([nothing, log_softmax.gather(1, row[1:, None])[:, 0]]))
+        entropies.append(torch.cat([nothing, -(log_softmax.exp() * log_softmax).sum(-1)]))
+    flat, mask = torch.cat(parts), batch.loss_mask
+    loss_of(flat[mask], torch.cat(entropies)[mask], token_weights(batch).to(dtype)[mask]).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Reference(torch.where(mask, flat, 0.0).detach(), gradients)
