@@ -79,7 +79,7 @@ def chat_session(source: Path, *, temperature: float, max_new_tokens: int) -> It
         renderer = Renderer.load(model.folder)
         policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype)
         try:
-            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config.vocab_size)
+            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
             sampling = Sampling(
                 temperature=temperature or 1.0,
                 greedy=temperature == 0,

@@ -76,7 +76,7 @@ def evaluator(
         host_rollout(workers, spec, model.folder, model.config)
         policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
         try:
-            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config.vocab_size)
+            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
             engine.sync(0)
             try:
                 yield workers, engine

@@ -67,7 +67,7 @@ class RlStage:
             if self.stage.algorithm.kl_coef:
                 reference = Policy(policy.group, "reference")
                 reference.host(model.folder, spec.policy, spec.model.dtype, model.initialize)
-            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config.vocab_size)
+            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
             try:
                 yield policy, reference, engine
             finally:

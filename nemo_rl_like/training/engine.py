@@ -15,6 +15,7 @@ from nemo_rl_like.cluster.context import Hosted
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
 from nemo_rl_like.generation.types import Completion, Request, Sampling, SyncReport
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.spec.experiment import EngineSpec
@@ -62,18 +63,18 @@ class RunEngine:
     spec: EngineSpec
     policy: Policy
     group: WorkerGroup
-    vocab_size: int
+    config: ModelConfig
     owns_group: bool
     version: int = 0
 
     @classmethod
-    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: str, vocab_size: int) -> RunEngine:
+    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: str, config: ModelConfig) -> RunEngine:
         """Start the engine: on the policy's own ranks (embedded), or as vLLM replicas that read `folder` first."""
         session = policy.group.session
         if spec.kind == "embedded":
             kwargs: dict[str, object] = {"model_handle": Hosted(policy.service, "model"), "engine": spec}
             policy.group.host(SERVICE, EMBEDDED, kwargs)
-            return cls(spec, policy, policy.group, vocab_size, owns_group=False)
+            return cls(spec, policy, policy.group, config, owns_group=False)
         group = WorkerGroup.start(
             "engine",
             session=session,
@@ -89,7 +90,7 @@ class RunEngine:
             "call_timeout_s": session.spec.step_timeout_s,
         }
         group.host(SERVICE, VLLM, kwargs)
-        return cls(spec, policy, group, vocab_size, owns_group=True)
+        return cls(spec, policy, group, config, owns_group=True)
 
     def client(self) -> EngineClient:
         """What the rollout worker calls."""
@@ -122,7 +123,9 @@ class RunEngine:
 
     def probe(self) -> dict[str, float]:
         """Score fixed prompts with engine and trainer. Raises WeightSyncError when they disagree by more than the limit."""
-        rows = probe_prompts(self.vocab_size, count=self.spec.probe_prompts, tokens=self.spec.probe_tokens)
+        context = min(self.spec.max_context or self.config.max_positions, self.config.max_positions)
+        tokens = min(self.spec.probe_tokens, context - 1)
+        rows = probe_prompts(self.config.vocab_size, count=self.spec.probe_prompts, tokens=tokens)
         engine = cast(list[list[float]], self.group.call(SERVICE, "score", rows, what="probe prompts"))
         gap = probe_gap(engine, self.policy.score(rows))
         check_gap(gap, self.spec.max_gap_p99, f"probe prompts at weight version {self.version}")
