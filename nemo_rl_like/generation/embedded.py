@@ -63,7 +63,8 @@ class EmbeddedEngine:
     """The engine on one rank of the policy group. All ranks make the same calls and get the same results.
 
     Args: `context` from the worker group; `model_handle`, this rank's model; `engine` from the spec (`max_batch_rows`,
-    `max_context`). Data-parallel replicas share the requests. Weights are version 0 until `update_weights` says otherwise.
+    `max_context`). Data-parallel replicas share the requests. Weights are version 0 until `update_weights` says
+    otherwise.
     """
 
     def __init__(self, context: RankContext, *, model_handle: MegatronModel, engine: EngineSpec) -> None:
@@ -121,8 +122,8 @@ class EmbeddedEngine:
     def _check(self, name: str, prompt: Sequence[int]) -> None:
         if not 0 < len(prompt) < self._max_context:
             raise InputError(
-                f"request {name!r}: a prompt of {len(prompt)} tokens leaves no room in the context of {self._max_context} "
-                "(engine.max_context); shorten the prompt or raise the limit"
+                f"request {name!r}: a prompt of {len(prompt)} tokens leaves no room in the context of "
+                f"{self._max_context} (engine.max_context); shorten the prompt or raise the limit"
             )
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             raise InputError(f"request {name!r}: token ids must be in 0 .. {self._vocab_size - 1}; found {max(prompt)}")

@@ -24,7 +24,7 @@ class GapReport:
 
 
 def probe_prompts(vocab_size: int, *, count: int, tokens: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    """`count` fixed rows of `tokens` token ids in 0 .. vocab_size - 1, the same on every machine for the same arguments."""
+    """`count` fixed rows of `tokens` token ids in 0 .. vocab_size - 1; the same arguments give the same rows anywhere."""
     return tuple(tuple(_hashed(seed, row, position) % vocab_size for position in range(tokens)) for row in range(count))
 
 
@@ -54,9 +54,10 @@ def check_gap(report: GapReport, limit: float, what: str) -> None:
     if report.p99 <= limit:
         return
     raise WeightSyncError(
-        f"{what}: |engine - trainer| log-prob has p99 {report.p99:.3g} nats over {report.tokens} tokens (p50 {report.p50:.3g}, "
-        f"max {report.max:.3g}), more than the limit {limit:g} (engine.max_gap_p99). The engine holds other weights, a stale "
-        "head or prefix cache, or computes in a lower precision; bfloat16 needs a limit of about 0.3"
+        f"{what}: |engine - trainer| log-prob has p99 {report.p99:.3g} nats over {report.tokens} tokens "
+        f"(p50 {report.p50:.3g}, max {report.max:.3g}), more than the limit {limit:g} (engine.max_gap_p99). The engine "
+        "holds other weights, a stale head or prefix cache, or computes in a lower precision; bfloat16 needs a limit of "
+        "about 0.3"
     )
 
 

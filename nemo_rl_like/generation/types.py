@@ -84,7 +84,7 @@ class SyncReport:
     version: int
     """The version it now samples from."""
     checksums: dict[str, str]
-    """sha256 of the bytes that the engine read, by Hugging Face name; empty if it reads the trainer's own parameters."""
+    """sha256 of the bytes that the engine read, by Hugging Face name; empty if it uses the trainer's own parameters."""
     consumed: frozenset[str]
     """Hugging Face names whose tensors reached a parameter of the engine's model."""
     nbytes: int

@@ -120,7 +120,7 @@ class VllmEngine:
         return self._loop.run(self._update(handle), self._call_timeout, f"the weight sync of version {version}")
 
     def sleep(self) -> None:
-        """Give back GPU memory (weights go to the CPU, the KV cache is dropped). On the CPU there is nothing to give."""
+        """Give back GPU memory (weights to the CPU, KV cache dropped). On the CPU there is nothing to give."""
         if runtime.on_cuda():
             self._loop.run(self._llm.sleep(level=1), self._call_timeout, "vLLM's sleep")
 
@@ -230,8 +230,8 @@ class VllmEngine:
         self._running += 1
         try:
             stream = llm.generate(tokens_input(list(prompt), cache_salt=salt), params, f"{name}#{next(self._serial)}")
-            async for last in stream:
-                pass
+            async for output in stream:
+                last = output
         finally:
             self._running -= 1
         if last is None:
@@ -264,8 +264,8 @@ class VllmEngine:
         cached = await self._canary(self._llm)
         if cached:
             raise WeightSyncError(
-                f"weight sync of version {version}: the prefix cache was not reset; {cached} tokens of the canary request "
-                "came from it"
+                f"weight sync of version {version}: the prefix cache was not reset; {cached} tokens of the canary "
+                "request came from it"
             )
 
     async def _canary(self, llm: AsyncLLM) -> int:
@@ -281,8 +281,8 @@ class VllmEngine:
         room = self._max_context - len(request.prompt_ids)
         if room < 1:
             raise InputError(
-                f"request {request.request_id!r}: a prompt of {len(request.prompt_ids)} tokens leaves no room in the context of "
-                f"{self._max_context} (engine.max_context); shorten the prompt or raise the limit"
+                f"request {request.request_id!r}: a prompt of {len(request.prompt_ids)} tokens leaves no room in the "
+                f"context of {self._max_context} (engine.max_context); shorten the prompt or raise the limit"
             )
         return room
 

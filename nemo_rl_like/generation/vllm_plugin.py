@@ -45,8 +45,9 @@ def require_registered() -> None:
     for group in GROUPS:
         if not any(point.name == NAME for point in entry_points(group=group)):
             raise InputError(
-                f"the installed package metadata has no entry point {NAME!r} in the group {group!r}, so vLLM's processes "
-                "would outlive a killed engine; install the package again (`uv pip install -e .` in the repository)"
+                f"the installed package metadata has no entry point {NAME!r} in the group {group!r}, so vLLM's "
+                "processes would outlive a killed engine; install the package again (`uv pip install -e .` in the "
+                "repository)"
             )
 
 

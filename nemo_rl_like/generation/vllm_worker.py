@@ -1,8 +1,8 @@
 """What runs inside vLLM's worker processes: reading new weights, checking them, and loading them for good.
 
-Two traps of vLLM 0.32 are closed here. On the CPU its linear layers keep packed copies, so weights must go through its
-layer-wise reload, not through `load_weights`. And that reload does not pack the output head again when it is tied to the
-input embedding, so that the engine would silently sample with the old head.
+Two traps of vLLM 0.32 are closed here. On the CPU its linear layers keep packed copies, so weights must go through
+its layer-wise reload, not through `load_weights`. And that reload does not pack the output head again when it is tied to
+the input embedding, so that the engine would silently sample with the old head.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class WorkerExtension:
     def nrl_update_weights(self, handle: str, expected: Sequence[str]) -> str:
         """Read the tensors that `handle` (a SharedMemoryHandle as text) describes and load them.
 
-        `expected` are the Hugging Face names that the model needs. Every byte is read and hashed before the first one is
-        loaded: if the bytes or names are wrong, the old weights stay. Returns a WorkerReport as text.
+        `expected` are the Hugging Face names that the model needs. Every byte is read and hashed before the first one
+        is loaded: if the bytes or names are wrong, the old weights stay. Returns a WorkerReport as text.
         """
         source = SharedMemoryHandle.from_json(handle)
         checksums: dict[str, str] = {}

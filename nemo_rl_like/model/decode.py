@@ -1,7 +1,7 @@
 """Decoding on a Megatron model's own parameters: a prompt is computed once for its samples, and rows leave when done.
 
-The layers are the training forward's (`MegatronModel.run_stage`), so tensor-parallel sums, norms and heads are the same code;
-only attention is different, through layouts that keep and read a cache of keys and values.
+The layers are the training forward's (`MegatronModel.run_stage`), so tensor-parallel sums, norms and heads are the same
+code; only attention is different, through layouts that keep and read a cache of keys and values.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _StepLayout:
     """bool [G, 1, 1, P] true behind a prompt's end; None: prompts of one length."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """softmax(q [k_prompt, k_own]^T / sqrt(d)) [v_prompt, v_own]; the prompt's part is one product for all its samples."""
+        """softmax(q [k_prompt, k_own]^T / sqrt(d)) [v_prompt, v_own]; a prompt's samples share one product with it."""
         cache, length = self.caches[layer], self.step + 1
         cache.append(self.grid, self.step, key.squeeze(1), value.squeeze(1))
         rows, heads, width = query.shape[0], query.shape[2], query.shape[3]
@@ -137,7 +137,7 @@ class _StepLayout:
         scaled = (query * (1 / math.sqrt(width))).view(rows, kv, heads // kv, width)
         q = self.grid.spread(scaled)  # [G, kv, K, n, d]
         groups, _, samples, share, _ = q.shape
-        q = q.reshape(groups * kv, samples * share, width)
+        q = q.reshape(groups * kv, samples * share, width).contiguous()
         prompt_keys, prompt_values = cache.prompt_keys.flatten(0, 1), cache.prompt_values.flatten(0, 1)
         own_keys = cache.own_keys.flatten(0, 2)[:, :length]
         own_values = cache.own_values.flatten(0, 2)[:, :length]
@@ -226,7 +226,7 @@ class DecodeState:
 class Decoder:
     """Prefill and decode steps of one model replica. Every rank of the replica (tp x pp) calls the same methods alike.
 
-    Logits come out on the last pipeline stage, the same on each of its tensor-parallel ranks; the other stages get None.
+    Logits come out on the last pipeline stage, the same on each tensor-parallel rank; the other stages get None.
     """
 
     def __init__(self, model: MegatronModel) -> None:
