@@ -75,9 +75,9 @@ def run_pipeline(
         SpecError, InputError, OutputFolderError: before anything is started or changed.
         StoppedBySignal: a stage saved its state because it was asked to stop.
     """
-    plan = make_plan(spec, classes)
     output = Path(spec.output)
     check_output(output, start)
+    plan = make_plan(spec, classes)
     plan.preflight()
     with RunFolder.open(output, start) as folder:
         record_start(folder.path, spec.name, start, spec_hash(spec), resolved_yaml(spec))

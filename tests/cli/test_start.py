@@ -1,0 +1,97 @@
+"""Laws of starting `nrl`: help loads nothing heavy and is quick; errors of users are messages, others tracebacks."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli.command import START, nrl
+
+HEAVY = ("torch", "ray", "transformers", "megatron", "vllm", "kubernetes", "numpy", "rich", "matplotlib")
+COMMANDS = (
+    "demo",
+    "run",
+    "validate",
+    "schema",
+    "eval",
+    "chat",
+    "export",
+    "resume",
+    "env list",
+    "model fetch",
+    "model check",
+)
+REPORT_HEAVY = (
+    f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr))"
+)
+OWN_COMMANDS = """
+import time
+from nemo_rl_like.artifacts.errors import InputError, StoppedBySignal
+from nemo_rl_like.cli.app import app
+@app.command()
+def wait(): print("waiting", flush=True); time.sleep(60)
+@app.command()
+def bug(): raise ValueError("a bug")
+@app.command()
+def bad_input(): raise InputError("`model.path` is 'x'\\nand more")
+@app.command()
+def stopped(): raise StoppedBySignal("saved")
+"""
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_of_every_command_imports_nothing_heavy(command: str) -> None:
+    done = nrl(*command.split(), "--help", before=REPORT_HEAVY)
+    assert done.returncode == 0
+    assert "Usage: nrl" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_help_takes_less_than_eight_times_an_empty_python() -> None:
+    def seconds(code: str, *arguments: str) -> float:
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, check=True, timeout=60)
+        return time.monotonic() - started
+
+    pairs = [(seconds("pass"), seconds(START, "--help")) for _ in range(11)]
+    ratio = statistics.median(b / a for a, b in pairs)
+    assert ratio < 8, f"`nrl --help` takes {ratio:.1f} times `python -c pass`"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [("bad-input", 2, "error: `model.path` is 'x'\nand more"), ("stopped", 75, "error: saved")],
+)
+def test_an_error_that_users_meet_is_a_message_and_its_exit_code(command: str, code: int, words: str) -> None:
+    done = nrl(command, before=OWN_COMMANDS)
+    assert done.returncode == code
+    assert done.stderr.strip() == words
+    assert done.stdout == ""
+
+
+def test_any_other_error_shows_its_traceback() -> None:
+    done = nrl("bug", before=OWN_COMMANDS)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ValueError: a bug" in done.stderr
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
+    command = [sys.executable, "-c", f"{OWN_COMMANDS}\n{START}", "wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    done = nrl("trian")
+    assert done.returncode == 2
+    assert "No such command 'trian'" in done.stderr
