@@ -39,13 +39,14 @@ def build_model(
     if (seed is None) == (weights is None):
         raise ValueError("give exactly one of `seed` (a model from scratch) and `weights`")
     megatron = transformer_config(config, layout, dtype)
-    model = MegatronModel(
-        config,
-        megatron,
-        _spec(config, megatron),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    ).to(runtime.device())
+    with runtime.quiet():
+        model = MegatronModel(
+            config,
+            megatron,
+            _spec(config, megatron),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+        ).to(runtime.device())
     WeightMap(config).load_hf(model, weights if weights is not None else ScratchReader(config, seed or 0, dtype))
     return model
 

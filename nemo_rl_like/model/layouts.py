@@ -228,8 +228,12 @@ class _Planner:
         source = torch.cat([part.source() for part in parts])
         positions = torch.cat([part.positions() for part in parts])
         rows = [row for part in parts for row in part.rows]
-        prompt_places = torch.cat([part.prompt_places + block.prompts.start for part, block in zip(parts, blocks)])
-        rest_places = torch.cat([part.rest_places + block.prompts.start for part, block in zip(parts, blocks)])
+        prompt_places = torch.cat(
+            [part.prompt_places + block.prompts.start for part, block in zip(parts, blocks, strict=True)]
+        )
+        rest_places = torch.cat(
+            [part.rest_places + block.prompts.start for part, block in zip(parts, blocks, strict=True)]
+        )
         layout = SharedPrefixLayout(tuple(blocks))
         return self._micro_batch(
             rows, self._batch.tokens[source][None], positions[None], layout, prompt_places, rest_places
