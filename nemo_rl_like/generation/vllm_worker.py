@@ -8,12 +8,14 @@ the input embedding, so that the engine would silently sample with the old head.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import layerwise
 
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.weights.errors import WeightSyncError
@@ -60,6 +62,8 @@ class WorkerExtension:
         """Load tensors into the model; returns the names that reached a parameter."""
         model = self.model_runner.get_model()
         consumed: set[str] = set()
+        # vLLM warns of layers without weights of their own (rotary, a tied head); what is missing is checked by name.
+        logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
         self.model_runner.reload_weights(weights_iterator=_tracked(model, tensors, consumed))
         self.nrl_pack_heads(model)
         return consumed

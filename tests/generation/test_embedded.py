@@ -14,7 +14,11 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.generation.embedded import EmbeddedEngine
 from nemo_rl_like.generation.types import Completion, Request, Sampling
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.forward import hidden_states
+from nemo_rl_like.model.heads import output_head, token_logprobs
+from nemo_rl_like.model.layouts import plan_microbatches
 from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.tokens.batch import Row, batch_rows
 
 from .embedded_ranks import Job, free_port, run, start_engine
 from .tiny_models import VOCAB, save, scores, tiny_llama
@@ -155,13 +159,26 @@ def test_an_update_changes_the_version_of_what_follows(engine: EmbeddedEngine) -
     assert {c.version for g in engine.generate(requests(1), SAMPLING) for c in g} == {7}
 
 
+def test_the_model_can_be_trained_after_it_has_generated(engine: EmbeddedEngine) -> None:
+    engine.generate(requests(), SAMPLING)
+    model = engine._decoder._model
+    row = Row([1, 2, 3, 4], 1, [False, True, True, True], [0.0] * 4, [-1] * 4, 0, 0, 0)
+    plan = plan_microbatches(batch_rows([row]), [0], dp_size=1, dp_rank=0, kind="shared_prefix", token_budget=64)
+    out = token_logprobs(
+        hidden_states(model, plan[0]), output_head(model), plan[0].targets, temperature=1.0, chunk_tokens=8
+    )
+    out.logprobs.sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    model.zero_grad()
+
+
 @pytest.fixture(scope="module")
 def job() -> Job:
     greedy = Sampling(max_new_tokens=12, greedy=True)
     return Job(requests(), [SAMPLING, greedy], [(*p, 1, 2, 3) for p in PROMPTS], max_batch_rows=6)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_every_rank_of_every_layout_gets_the_same_and_the_right_completions(
     folder: Path, model: LlamaForCausalLM, engine: EmbeddedEngine, job: Job, tmp_path: Path, tp: int, pp: int
 ) -> None:
