@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from nemo_rl_like.artifacts.errors import OutputFolderError
 from nemo_rl_like.pipeline.run_folder import MARKER, RunFolder, Start, check_output
 
+NOBODY = 65534
 STARTS: tuple[Start, ...] = ("new", "resume", "overwrite")
 
 
@@ -73,26 +73,34 @@ def test_a_running_run_is_not_disturbed_and_named(tmp_path: Path, start: Start) 
     RunFolder.open(folder, "resume").close()
 
 
-def test_no_permission_is_an_error_before_anything_is_made(tmp_path: Path) -> None:
-    folder = tmp_path / "locked"
-    folder.mkdir()
-    for parent in (folder, *folder.parents):
-        if parent.owner() == tmp_path.owner() and parent != Path("/"):
-            parent.chmod(0o755)
-    folder.chmod(0o555)
-    code = (
-        "import os, sys, pathlib\n"
-        "from nemo_rl_like.pipeline.run_folder import RunFolder\n"
-        "from nemo_rl_like.artifacts.errors import OutputFolderError\n"
-        "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
-        "try: RunFolder.open(pathlib.Path(sys.argv[1]), 'new')\n"
-        "except OutputFolderError as error: print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder / "run")], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert f"no permission to write in {folder}" in done.stdout
-    assert not list(folder.iterdir())
+def test_no_permission_is_an_error_before_anything_is_made() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        locked = Path(name)
+        locked.chmod(0o555)
+        told = _refusal_as_nobody(locked / "run")
+        assert f"no permission to write in {locked}" in told
+        assert not list(locked.iterdir())
+
+
+def _refusal_as_nobody(folder: Path) -> str:
+    """What a process without root's rights is told when it opens `folder`."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            RunFolder.open(folder, "new")
+        except OutputFolderError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as told:
+        return told.read()
 
 
 def test_an_early_check_changes_nothing(tmp_path: Path) -> None:

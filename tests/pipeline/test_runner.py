@@ -241,6 +241,19 @@ def test_killed_at_every_file_operation_and_started_again_is_never_killed(tmp_pa
     assert kills > 50
 
 
+def test_a_stage_that_was_killed_after_it_saved_is_resumed_and_not_started_over(tmp_path: Path, no_fsync: None) -> None:
+    saved, kill_at = False, 0
+    while not saved:
+        kill_at += 1
+        folder = tmp_path / f"k{kill_at}"
+        assert not _in_child(chain(folder), kill_at)
+        saved = (folder / "sft/state.json").exists()
+    assert read_status(folder).stages["sft"].state == "running"
+    result = run(chain(folder))
+    assert actions(result) == {"sft": "resume", "rl": "run", "evaluate": "run", "export": "run"}
+    assert "killed" in result.stages[0].reason
+
+
 def test_killed_again_and_again_while_the_spec_changes_is_never_killed(tmp_path: Path, no_fsync: None) -> None:
     run(chain(tmp_path / "whole", seed=2), "new")
     expected = results(tmp_path / "whole")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -127,6 +127,7 @@ def test_each_typo_of_each_key_is_named(data: st.DataObject) -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example(name="1e-6", output="0o17", characters="on", config={"null": "~", "1": "1", "<<": "${x}"}, seed=1, lr=1e-6)
 @given(name=texts, output=texts, characters=texts, config=configs, seed=st.integers(0, 2**40), lr=st.floats(1e-12, 1e3))
 def test_a_resolved_spec_reads_back_equal_and_has_the_same_hash(
     name: str, output: str, characters: str, config: dict[str, Any], seed: int, lr: float
