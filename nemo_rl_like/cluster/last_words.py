@@ -10,23 +10,26 @@ import os
 import re
 import signal
 import socket
-import threading
 import traceback
 from pathlib import Path
 
 _EXIT_MARK = "nrl: this process called os._exit"
 _EXIT = re.compile(re.escape(_EXIT_MARK) + r"\((-?\d+)\)")
+_CRASH = re.compile(r"\*\*\* SIG\w+ received|Fatal Python error: ")
+"""Where Ray's report of a fatal signal begins, or Python's."""
 _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+_SILENT = "connection error code 2"
+"""Ray's words for a worker whose socket closed without a goodbye."""
 _TAIL_LINES = 30
-_TAIL_BYTES = 16384
+_BEFORE_CRASH = 10
+_TAIL_BYTES = 1 << 16
+DRIVER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+"""Signals that only the driver answers; Ray's daemons are started with these blocked."""
 _VMSTAT = Path("/proc/vmstat")
 
 
 def install() -> None:
-    """Make this process write its last words to stderr, and survive a SIGTERM that is meant for the driver.
-
-    Must run in the main thread for the latter; the driver ends workers itself once it has saved.
-    """
+    """Make this process write its last words to stderr."""
     faulthandler.enable(file=2, all_threads=True)
     owner, leave = os.getpid(), os._exit
 
@@ -37,15 +40,11 @@ def install() -> None:
         leave(status)
 
     os._exit = exit_with_words
-    unblock_signals()
-    if threading.current_thread() is threading.main_thread():
-        # A handler, not SIG_IGN: the programs that this process starts then end on SIGTERM as usual.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
 def unblock_signals() -> None:
     """Undo, in this thread, the mask that Ray's daemons inherit from the driver; child processes inherit it too."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *DRIVER_SIGNALS})
 
 
 def exit_cause(log: str, detail: str, *, node: str, oom_kills_before: int) -> str:
@@ -55,7 +54,7 @@ def exit_cause(log: str, detail: str, *, node: str, oom_kills_before: int) -> st
         return f"called os._exit({exits[-1]}): {detail}"
     if fatal:
         return f"crashed ({fatal[-1]}): {detail}"
-    if "worker process has died" not in detail:
+    if _SILENT not in detail:
         return detail
     killed = oom_kills() - oom_kills_before if node == socket.gethostname() else 0
     if killed > 0:
@@ -84,5 +83,9 @@ def read_log(path: str, start: int) -> str:
 
 
 def tail(log: str) -> str:
-    """The last 30 lines."""
-    return "\n".join(log.splitlines()[-_TAIL_LINES:])
+    """The last 30 lines; after a crash, the lines around its start, since the stacks of all threads follow it."""
+    lines = log.splitlines()
+    crash = next((i for i, line in enumerate(lines) if _CRASH.search(line)), None)
+    if crash is not None:
+        lines = lines[: max(0, crash - _BEFORE_CRASH) + _TAIL_LINES]
+    return "\n".join(lines[-_TAIL_LINES:])

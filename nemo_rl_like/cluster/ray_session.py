@@ -29,6 +29,7 @@ from nemo_rl_like.cluster import watchdog
 from nemo_rl_like.cluster.devices import Devices, visible_devices
 from nemo_rl_like.cluster.environment import allowed, replaced_environ
 from nemo_rl_like.cluster.errors import ClusterStartError
+from nemo_rl_like.cluster.last_words import DRIVER_SIGNALS
 from nemo_rl_like.spec.experiment import ClusterSpec
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,9 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 _LONGEST_TEMP_ROOT = 24
 """Characters: Ray appends about 75 of its own, and a Unix socket's path ends at 107."""
+_WATCHDOG_S = 60.0
 _SESSION_FILE = "session.json"
 _HELPERS = ("ray/dashboard/dashboard.py", "ray/_private/log_monitor.py", "ray/autoscaler/_private/monitor.py")
-_DRIVER_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class RaySession:
     """`<output>/logs`: one file a worker."""
     temp_dir: Path | None
     """Ray's own folder; None when an existing cluster was joined."""
-    _watchdog: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _watchdog: int = field(default=0, repr=False)
     _open: bool = field(default=True, repr=False)
 
     @classmethod
@@ -75,7 +76,7 @@ class RaySession:
         temp_dir = _make_temp_dir(run_id) if spec.address is None else None
         session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)
         environ.update(session._marks())
-        session._watchdog = _start_watchdog(run_id, temp_dir or Path(tempfile.gettempdir()) / f"nrl-{run_id}")
+        session._watchdog = _start_watchdog(run_id, session._mark_of_temp_dir)
         try:
             session._connect(environ)
         except ClusterStartError:
@@ -87,8 +88,8 @@ class RaySession:
 
     def _connect(self, environ: dict[str, str]) -> None:
         terminate = signal.getsignal(signal.SIGTERM)
-        # Ray's daemons inherit this mask: a signal sent to the whole process group reaches the driver alone, which saves.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DRIVER_SIGNALS)
+        # Ray's daemons inherit this mask: a signal to the whole process group reaches the driver alone, which saves.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, DRIVER_SIGNALS)
         try:
             with replaced_environ(environ):
                 if self.spec.address is None:
@@ -122,8 +123,13 @@ class RaySession:
         whose value nobody fetches is no news, since every wait looks at how each rank ended."""
         return {watchdog.RUN_ID_ENV: self.run_id, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 
+    @property
+    def _mark_of_temp_dir(self) -> str:
+        """What the command lines of Ray's own processes contain; nothing at all when a cluster was joined."""
+        return str(self.temp_dir or f"{tempfile.gettempdir()}/nrl-{self.run_id}")
+
     def _describe(self) -> None:
-        text = json.dumps({"run_id": self.run_id, "temp_dir": str(self.temp_dir or ""), "driver_pid": os.getpid()})
+        text = json.dumps({"run_id": self.run_id, "temp_dir": self._mark_of_temp_dir, "driver_pid": os.getpid()})
         (self.log_folder / _SESSION_FILE).write_text(text + "\n", encoding="utf-8")
 
     def shutdown(self) -> None:
@@ -136,19 +142,16 @@ class RaySession:
             ray.shutdown()
         for name in self._marks():
             os.environ.pop(name, None)
-        own = {os.getpid()} | ({self._watchdog.pid} if self._watchdog else set())
-        left = watchdog.kill_run(self.run_id, str(self.temp_dir or f"nrl-{self.run_id}"), keep=frozenset(own))
+        watchdog.finish(self._watchdog, _WATCHDOG_S)
+        left = watchdog.kill_run(self.run_id, self._mark_of_temp_dir)
         if left:
             logger.warning("processes of run %s that could not be ended: %s", self.run_id, sorted(left))
-        if self._watchdog is not None:
-            self._watchdog.kill()
-            self._watchdog.wait()
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
     def _end_helpers(self) -> None:
         """End Ray's Python daemons: they would sit out the second of grace that Ray gives each, one after another."""
-        for pid in watchdog.processes_of_run(self.run_id, str(self.temp_dir)):
+        for pid in watchdog.processes_of_run(self.run_id, self._mark_of_temp_dir):
             if any(name in watchdog.command_line(pid) for name in _HELPERS):
                 watchdog.kill(pid)
 
@@ -166,8 +169,8 @@ def _ray_environ(spec: ClusterSpec) -> dict[str, str]:
     environ.pop("RAY_ADDRESS", None)  # only the spec says which cluster is joined
     if spec.auth == "token" and not environ.get("RAY_AUTH_TOKEN_PATH"):
         raise SpecError(
-            "`cluster.auth` is `token`, but RAY_AUTH_TOKEN_PATH is not set; point it at a file (mode 0600, same content on "
-            "every host) that holds the token, or set `cluster.auth: disabled` for a single host"
+            "`cluster.auth` is `token`, but RAY_AUTH_TOKEN_PATH is not set; point it at a file (mode 0600, same content "
+            "on every host) that holds the token, or set `cluster.auth: disabled` for a single host"
         )
     environ.update(
         RAY_AUTH_MODE=spec.auth,
@@ -188,15 +191,20 @@ def _make_temp_dir(run_id: str) -> Path:
     return folder
 
 
-def _start_watchdog(run_id: str, temp_dir: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(watchdog.__file__), str(os.getpid()), run_id, str(temp_dir)],
+def _start_watchdog(run_id: str, temp_dir: str) -> int:
+    """Start the watchdog; returns its process id."""
+    me = os.getpid()
+    arguments = [str(me), watchdog.start_time(me), run_id, temp_dir]
+    started = subprocess.run(
+        [sys.executable, "-I", "-S", str(watchdog.__file__), *arguments],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
         env={"PATH": os.environ.get("PATH", "")},
+        timeout=_WATCHDOG_S,
+        check=True,
     )
+    return int(started.stdout)
 
 
 def _join(address: str, timeout_s: float) -> None:

@@ -1,50 +1,65 @@
 """Ends what a dead driver leaves behind. Standard library only: it also runs as a script of its own.
 
-`python -I -S watchdog.py DRIVER_PID RUN_ID TEMP_DIR` waits until the driver has ended, then kills every process of the
-run and removes Ray's temporary folder. A process belongs to the run if its environment holds `NRL_RUN_ID=<run id>` or
-its command line names the temporary folder.
+`python -I -S watchdog.py DRIVER_PID DRIVER_START RUN_ID TEMP_DIR` leaves the driver's process tree, prints its process
+id, and waits until the driver has ended or sends SIGUSR1. Then it kills every process of the run and removes their shared-memory segments
+and Ray's temporary folder. A process belongs to the run if its environment holds `NRL_RUN_ID=<run id>` or its command
+line names the temporary folder.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 RUN_ID_ENV = "NRL_RUN_ID"
 _PASS_SECONDS = 0.2
+_LOOK_SECONDS = 10.0
+"""How often the segments in use are noted while the driver lives: their owners may die before its end is seen."""
+_SETTLE_SECONDS = 0.1
+"""A new segment is mapped this long after it was made."""
+_IN_CREATE = 0x100
+_PROC = Path("/proc")
+_SHARED = "/dev/shm/"
+_STARTED = 19
+"""Index of `starttime` among the fields of /proc/<pid>/stat that follow the command's name (proc_pid_stat(5))."""
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in clock ticks since boot; empty if it has ended. With the id it names one process."""
+    fields = _stat_fields(_PROC / str(pid))
+    return fields[_STARTED] if fields else ""
 
 
 def processes_of_run(run_id: str, temp_dir: str) -> set[int]:
     """Ids of the live processes that belong to the run; never this process, never zombies."""
     marks = (f"{RUN_ID_ENV}={run_id}".encode(), temp_dir.encode())
-    mine = os.getpid()
-    return {
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and int(entry.name) != mine and _belongs(entry, *marks)
-    }
+    return {pid for pid in _all_processes() if pid != os.getpid() and _belongs(_PROC / str(pid), *marks)}
 
 
-def _belongs(proc: Path, env_mark: bytes, temp_dir: bytes) -> bool:
-    try:
-        if (proc / "stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]:
-            return False
-        if env_mark in (proc / "environ").read_bytes().split(b"\0"):
-            return True
-        return temp_dir in (proc / "cmdline").read_bytes()
-    except OSError:  # it ended while we looked, or belongs to somebody else
-        return False
+def segments_of(pids: Iterable[int]) -> set[str]:
+    """Paths of the named shared-memory segments that these processes have mapped."""
+    found: set[str] = set()
+    for pid in pids:
+        try:
+            lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
+        except OSError:  # it ended while we looked, or belongs to somebody else
+            continue
+        paths = (line[line.index(_SHARED) :] for line in lines if _SHARED in line)
+        found.update(path for path in paths if not path.endswith(" (deleted)"))
+    return found
 
 
 def command_line(pid: int) -> str:
     """A process's arguments, separated by spaces; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
 
@@ -57,35 +72,119 @@ def kill(pid: int) -> None:
         return
 
 
-def kill_run(run_id: str, temp_dir: str, *, keep: frozenset[int] = frozenset(), seconds: float = 15.0) -> set[int]:
-    """SIGKILL the run's processes but `keep`, again and again until none is left; returns those left after `seconds`."""
+def finish(pid: int, seconds: float) -> None:
+    """Ask the watchdog with this id to clean up now, and wait until it has; returns at once if it is gone."""
+    if __file__ not in command_line(pid):
+        return
+    handle = os.pidfd_open(pid)
+    signal.pidfd_send_signal(handle, signal.SIGUSR1)
+    select.select([handle], [], [], seconds)
+    os.close(handle)
+
+
+def kill_run(
+    run_id: str,
+    temp_dir: str,
+    *,
+    segments: Iterable[str] = (),
+    seconds: float = 15.0,
+) -> set[int]:
+    """SIGKILL the run's processes, again and again until none is left; returns those left after `seconds`.
+
+    Then removes the shared-memory segments that they had mapped (and `segments`), unless somebody else maps them.
+    """
     deadline = time.monotonic() + seconds
+    known = set(segments)
     while True:
-        left = processes_of_run(run_id, temp_dir) - keep
+        left = processes_of_run(run_id, temp_dir)
+        known |= segments_of(left)
         for pid in left:
             kill(pid)
         if not left or time.monotonic() > deadline:
-            return left
+            break
         time.sleep(_PASS_SECONDS)
+    if known:
+        for path in known - segments_of(_all_processes()):
+            Path(path).unlink(missing_ok=True)
+    return left
 
 
-def _wait_for_end(pid: int) -> None:
+def _all_processes() -> list[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+
+
+def _stat_fields(proc: Path) -> list[str]:
+    try:
+        return (proc / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _belongs(proc: Path, env_mark: bytes, temp_dir: bytes) -> bool:
+    if _stat_fields(proc)[:1] in ([], ["Z"]):
+        return False
+    try:
+        if env_mark in (proc / "environ").read_bytes().split(b"\0"):
+            return True
+        return temp_dir in (proc / "cmdline").read_bytes()
+    except OSError:  # it ended while we looked, or belongs to somebody else
+        return False
+
+
+def _wait_for_end(pid: int, started: str, run_id: str, temp_dir: str) -> set[str]:
+    """Return when the driver has ended or asks us to finish: the segments that the run was seen to use."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
-        return
-    if os.getppid() == pid:  # otherwise the driver is gone already and its id may be somebody else's
-        select.select([handle], [], [])
-    os.close(handle)
+        return set()
+    asked, made = _watch_for_finish(), _watch_for_segments()
+    os.write(1, f"{os.getpid()}\n".encode())
+    os.close(1)
+    segments: set[str] = set()
+    while start_time(pid) == started:  # otherwise the driver is gone and its id somebody else's
+        ready, _, _ = select.select([handle, asked, *made], [], [], _LOOK_SECONDS)
+        if handle in ready or asked in ready:
+            break
+        if ready:
+            time.sleep(_SETTLE_SECONDS)
+            os.read(made[0], 1 << 16)
+        segments |= segments_of(processes_of_run(run_id, temp_dir))
+    return segments
+
+
+def _watch_for_finish() -> int:
+    """A handle that is readable once SIGUSR1 has come."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    return reader
+
+
+def _watch_for_segments() -> list[int]:
+    """A handle that is readable when a segment was made (inotify(7)); none where the kernel gives no more of them."""
+    libc = ctypes.CDLL(None)
+    handle = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    if handle < 0 or libc.inotify_add_watch(handle, _SHARED.encode(), _IN_CREATE) < 0:
+        return []
+    return [handle]
+
+
+def _leave_tree() -> None:
+    """Become a child of init in a session of its own, so that whoever kills the driver's tree does not end us."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main(argv: list[str]) -> int:
     """Wait for the driver's end, then clean up; exit status 0 when nothing is left."""
-    driver, run_id, temp_dir = int(argv[0]), argv[1], argv[2]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the driver's end, not a signal to its group, ends this process
-    _wait_for_end(driver)
-    left = kill_run(run_id, temp_dir)
+    driver, started, run_id, temp_dir = int(argv[0]), argv[1], argv[2], argv[3]
+    _leave_tree()
+    segments = _wait_for_end(driver, started, run_id, temp_dir)
+    left = kill_run(run_id, temp_dir, segments=segments)
     shutil.rmtree(temp_dir, ignore_errors=True)
     return 1 if left else 0
 

@@ -16,12 +16,14 @@ import os
 import random
 import socket
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol, TextIO, runtime_checkable
 
 import ray
@@ -96,6 +98,33 @@ class _Turnstile:
             waiting.set()
 
 
+class ServiceThread:
+    """Runs functions one after another in one thread.
+
+    A daemon thread, unlike those of an executor: a worker that is told to exit does not wait for a service that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], object], Future[object]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="service", daemon=True).start()
+
+    def run(self, function: Callable[[], object]) -> asyncio.Future[object]:
+        """Queue a function; the result or exception arrives in the calling event loop."""
+        future: Future[object] = Future()
+        self._work.put((function, future))
+        return asyncio.wrap_future(future)
+
+    def _run(self) -> None:
+        last_words.unblock_signals()
+        while True:
+            function, future = self._work.get()
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
+                future.set_exception(error)
+            del function, future
+
+
 class WorkerHost:
     """One process of a worker group."""
 
@@ -104,7 +133,7 @@ class WorkerHost:
         self._log_start = _capture_output(Path(log_path))
         self._oom_kills = last_words.oom_kills()
         last_words.install()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="service", initializer=last_words.unblock_signals)
+        self._thread = ServiceThread()
         self._services: dict[str, object] = {}
         self._turnstiles: defaultdict[str, _Turnstile] = defaultdict(_Turnstile)
         self._context: RankContext | None = None
@@ -133,13 +162,12 @@ class WorkerHost:
         return None, await work
 
     def _begin(self, call: Call) -> asyncio.Future[object]:
-        loop = asyncio.get_running_loop()
         if call.service == "":
-            return loop.run_in_executor(self._thread, partial(self._host, *call.args))
+            return self._thread.run(partial(self._host, *call.args))
         method = getattr(self._service(call.service), call.method)
         if inspect.iscoroutinefunction(method):
             return asyncio.ensure_future(self._call_async(method, call.args))
-        return loop.run_in_executor(self._thread, partial(_call_sync, method, call.args))
+        return self._thread.run(partial(_call_sync, method, call.args))
 
     async def _call_async(self, method: Callable[..., object], args: Sequence[object]) -> object:
         loop = asyncio.get_running_loop()
@@ -172,11 +200,10 @@ class WorkerHost:
 
     async def close(self) -> None:
         """Close the services in reverse order; then the process may be ended."""
-        loop = asyncio.get_running_loop()
         for name in reversed(list(self._services)):
             service = self._services.pop(name)
             if isinstance(service, Closeable):
-                await loop.run_in_executor(self._thread, service.close)
+                await self._thread.run(service.close)
         sys.stdout.flush()
         sys.stderr.flush()
 

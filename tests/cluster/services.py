@@ -1,4 +1,4 @@
-"""Small services for the cluster tests."""
+"""Small services for the cluster tests; without torch, so that a worker is up in a second."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
-
-import ray
-import torch
-import torch.distributed as dist
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.cluster.client import GroupClient
 from nemo_rl_like.cluster.context import RankContext
 
 
@@ -27,15 +25,17 @@ class Probe:
         self.start = start
         self.seen: list[int] = []
 
-    def place(self) -> tuple[int, Mapping[str, int], int, str, int]:
-        c = self.context
-        return c.rank, c.axis_ranks, torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", ""), os.getpid()
+    def place(self) -> tuple[int, Mapping[str, int], int]:
+        return self.context.rank, self.context.axis_ranks, os.getpid()
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def environ(self, name: str) -> str | None:
         return os.environ.get(name)
 
     def say(self, text: str) -> None:
-        print(text)
+        sys.stdout.write(text + "\n")
         os.write(2, b"native " + text.encode() + b"\n")
         logging.getLogger("probe").info("logged %s", text)
 
@@ -50,7 +50,6 @@ class Probe:
 
     def exit(self, rank: int) -> None:
         if self.context.rank == rank:
-            print("about to exit", flush=True)
             os._exit(7)
         time.sleep(600)
 
@@ -75,6 +74,9 @@ class Probe:
     def hang(self) -> None:
         time.sleep(600)
 
+    def close(self) -> None:
+        sys.stdout.write("closed\n")
+
 
 class Reader:
     """Uses another service of the same process."""
@@ -86,52 +88,13 @@ class Reader:
         return self.start, self.probe.context.rank == self.context.rank
 
 
-class Collective:
-    """A gloo group over the ranks."""
-
-    def __init__(self, context: RankContext) -> None:
-        self.context = context
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{context.master_addr}:{context.master_port}",
-            rank=context.rank,
-            world_size=context.world_size,
-        )
-
-    def total(self, batch: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-        value = batch["x"].clone() * (self.context.rank + 1) * scale
-        dist.all_reduce(value)
-        return value
-
-    def die_in(self, rank: int) -> None:
-        if self.context.rank == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))
-
-    def close(self) -> None:
-        dist.destroy_process_group()
-        print("closed")
-
-
-class Producer:
-    """Makes objects and calls another group."""
-
-    def __init__(self, context: RankContext, other: GroupClient | None = None) -> None:
-        self.other = other
-
-    def make(self, size: int) -> tuple[ray.ObjectRef, int]:
-        return ray.put({"x": torch.arange(size, dtype=torch.float32)}), size
-
-    def ask(self, start: int) -> object:
-        assert self.other is not None
-        return self.other.call("probe", "note_async", start, deadline_s=30)
-
-
 class Parent:
-    """Starts a process that outlives its worker unless somebody ends it."""
+    """Has a process and a shared-memory segment that outlive its worker unless somebody ends them."""
 
     def __init__(self, context: RankContext) -> None:
         self.child = subprocess.Popen(["sleep", "3000"], start_new_session=True)
+        self.segment = SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(f"/{self.segment.name}", "shared_memory")
 
     def ping(self) -> bool:
         return self.child.poll() is None

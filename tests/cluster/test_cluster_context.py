@@ -81,7 +81,7 @@ def test_errors_travel_between_processes_unchanged(error: NrlError) -> None:
 
 
 def test_exit_causes_are_told_apart() -> None:
-    dead = "The actor is dead because its worker process has died."
+    dead = "The actor is dead because its worker process has died. connection error code 2. End of file."
 
     def cause(log: str, detail: str = dead, kills: int = 1 << 40) -> str:
         return exit_cause(log, detail, node="elsewhere", oom_kills_before=kills)

@@ -16,7 +16,7 @@ import pytest
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.cluster.errors import ClusterStartError
 from nemo_rl_like.cluster.ray_session import RaySession
-from nemo_rl_like.cluster.watchdog import command_line, kill_run, processes_of_run
+from nemo_rl_like.cluster.watchdog import command_line, kill_run, processes_of_run, segments_of
 from nemo_rl_like.spec.experiment import ClusterSpec
 
 DRIVER = """
@@ -62,7 +62,7 @@ def described(output: Path) -> dict[str, str]:
     return json.loads((output / "logs" / "session.json").read_text())
 
 
-def assert_nothing_left(run: dict[str, str], shared_before: set[str], seconds: float) -> None:
+def assert_nothing_left(run: dict[str, str], segments: set[str], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while left := processes_of_run(run["run_id"], run["temp_dir"]):
         assert time.monotonic() < deadline, [command_line(pid) for pid in left]
@@ -70,30 +70,50 @@ def assert_nothing_left(run: dict[str, str], shared_before: set[str], seconds: f
     while os.path.exists(run["temp_dir"]):
         assert time.monotonic() < deadline, "Ray's folder is still there"
         time.sleep(0.2)
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    while left_segments := [path for path in segments if os.path.exists(path)]:
+        assert time.monotonic() < deadline, left_segments
+        time.sleep(0.2)
+
+
+def kill_tree(root: int) -> None:
+    """SIGKILL a process and all its descendants, as a batch system does."""
+    children = Path(f"/proc/{root}/task/{root}/children").read_text().split()
+    os.kill(root, signal.SIGKILL)
+    for child in children:
+        if os.path.exists(f"/proc/{child}"):
+            kill_tree(int(child))
 
 
 @pytest.mark.service
-def test_nothing_survives_a_driver_that_is_killed(driver: subprocess.Popen[str], tmp_path: Path) -> None:
-    shared = set(os.listdir("/dev/shm"))
+@pytest.mark.parametrize("whole_tree", [False, True])
+def test_nothing_survives_a_driver_that_is_killed(
+    driver: subprocess.Popen[str], tmp_path: Path, whole_tree: bool
+) -> None:
     run = described(tmp_path)
+    segments = segments_of(processes_of_run(run["run_id"], run["temp_dir"]))
+    assert len([path for path in segments if "psm_" in path]) == 2, "each worker has one that nobody else removes"
     names = " ".join(command_line(pid) for pid in processes_of_run(run["run_id"], run["temp_dir"]))
     for part in ("raylet", "gcs_server", "WorkerHost", "sleep 3000"):
         assert part in names, f"{part} must be found by the run id, or this test shows nothing"
-    driver.send_signal(signal.SIGKILL)
-    assert_nothing_left(run, shared, 15)
+    if whole_tree:
+        time.sleep(1)  # the watchdog needs a moment to see whose a new segment is
+        kill_tree(driver.pid)
+    else:
+        driver.send_signal(signal.SIGKILL)
+    assert_nothing_left(run, segments, 15)
 
 
 @pytest.mark.service
 def test_signals_to_the_process_group_reach_the_driver_alone(driver: subprocess.Popen[str], tmp_path: Path) -> None:
-    run, shared = described(tmp_path), set(os.listdir("/dev/shm"))
+    run = described(tmp_path)
+    segments = segments_of(processes_of_run(run["run_id"], run["temp_dir"]))
     for number in (signal.SIGTERM, signal.SIGUSR1):
         os.killpg(driver.pid, number)
     time.sleep(1)
     out, _ = driver.communicate("go\n", timeout=60)
     assert sorted(out.split()) == ["TERM", "USR1"]
     assert driver.returncode == 0
-    assert_nothing_left(run, shared, 5)
+    assert_nothing_left(run, segments, 5)
 
 
 def test_kill_run_takes_the_run_and_nobody_else() -> None:
