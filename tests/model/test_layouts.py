@@ -54,9 +54,10 @@ def test_every_scored_token_is_predicted_once_from_the_token_before_it(
     assert sorted(scored) == batch.loss_mask.nonzero().flatten().tolist()
 
 
+@pytest.mark.parametrize("kind", ["padded", "packed", "shared_prefix"])
 @settings(max_examples=60, deadline=None)
-@given(batches(), KINDS, st.integers(1, 60))
-def test_only_a_lone_row_exceeds_the_token_budget(batch: TokenBatch, kind: Kind, budget: int) -> None:
+@given(batch=batches(), budget=st.integers(1, 25))
+def test_only_a_lone_row_exceeds_the_token_budget(kind: Kind, batch: TokenBatch, budget: int) -> None:
     for micro_batch in plan(batch, kind, 1, budget)[0]:
         if micro_batch.input_ids.numel() > budget:
             assert len(set(batch.row_of_token[micro_batch.source_index].tolist())) <= 1

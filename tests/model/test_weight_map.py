@@ -61,6 +61,9 @@ def test_keys_that_are_missing_or_have_no_place_are_listed(folders: dict[str, Pa
         build(folders["llama"], reader)
     assert "missing keys: ['model.norm.weight']" in str(caught.value)
     assert "without a place: ['model.extra.weight']" in str(caught.value)
+    for change in ({"model.norm.weight": None}, {"model.extra.weight": torch.zeros(1)}):
+        with pytest.raises(InputError, match="do not fit a llama model"):
+            build(folders["llama"], Changed(folders["llama"], change))
 
 
 @pytest.mark.usefixtures("one_rank")
