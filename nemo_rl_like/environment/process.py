@@ -17,8 +17,22 @@ from nemo_rl_like.spec.experiment import EnvironmentSpec
 
 log = logging.getLogger(__name__)
 
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "TZ", "HF_HUB_OFFLINE")
-"""Variables that an environment process gets; secrets of the run are not among them."""
+INHERITED = (
+    *(
+        "PATH",
+        "HOME",
+        "LANG",
+        "LC_ALL",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "TZ",
+        "HF_HUB_OFFLINE",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+    ),
+    "NRL_RUN_ID",
+)
+"""Variables that an environment process gets; the run's secrets and proxies are not among them. `NRL_RUN_ID` marks it as the run's."""
 _TAIL_LINES = 20
 _KILL_WAIT_S = 10.0
 

@@ -18,6 +18,7 @@ FORGETS_THOUGHTS = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SHOUTS = FORGETS_THOUGHTS.replace(".split('</think>')[-1]", " | upper")
 WITH_BOS = "{{ bos_token }}" + CHATML
 TWO_BOS = "{{ bos_token }}" + WITH_BOS
 NO_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -46,6 +46,13 @@ def test_a_template_that_rewrites_history_asks_for_a_new_segment():
     assert renderer.next_turn_ids(before, assistant("46"), ids, [user("and?")]) is not None
 
 
+def test_history_that_is_rewritten_at_equal_length_is_noticed():
+    renderer = _renderer(small.SHOUTS)
+    ids = [5, renderer.end_of_turn_id]
+    assert renderer.next_turn_ids([user("a")], assistant("hello"), ids, [user("b")]) is None
+    assert renderer.next_turn_ids([user("a")], assistant("46"), ids, [user("b")]) is not None
+
+
 def test_a_template_that_trims_content_asks_for_a_new_segment_only_where_it_matters():
     renderer = _renderer(small.TRIMMING)
     ids = [5, renderer.end_of_turn_id]

@@ -12,8 +12,10 @@ async def main() -> None:
     spec = EnvironmentSpec(name="tests.environment.sample_sources:Echo")
     process = await EnvironmentProcess.start(spec, extra_env={}, timeout_s=120)
     await process.call(Open(0, Task("t", {"text": "t"}), 0), 60)
+    hanging = asyncio.create_task(process.call(Advance(0, Message("assistant", "hang")), 600))
+    await asyncio.sleep(1.0)  # now the environment's loop is blocked, so it cannot see that its standard input ends
     print(process.pid, flush=True)
-    await process.call(Advance(0, Message("assistant", "hang")), 600)
+    await hanging
 
 
 asyncio.run(main())

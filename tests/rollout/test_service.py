@@ -13,7 +13,7 @@ from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.rollout.service import RolloutService, TooManyInvalid, WrongWeightVersion
 from nemo_rl_like.spec.experiment import EnvironmentSpec, EvaluationSpec, SamplingSpec
 from nemo_rl_like.tokens.batch import TokenBatch
-from tests.data.small_tokenizers import FORGETS_THOUGHTS, bpe_tokenizer
+from tests.data.small_tokenizers import CHATML, FORGETS_THOUGHTS, bpe_tokenizer
 from tests.rollout.scripted_engine import ScriptedEngine, random_script
 
 ALPHABET = "0123456789+=x"
@@ -250,6 +250,20 @@ def test_a_template_that_rewrites_history_opens_a_new_segment(make, tmp_path):
     texts = [tokenizer.decode(tokens) for tokens, *_ in _rows(batch)]
     assert "12" in texts[0]
     assert "<think>12</think>3<|im_end|>\n<|im_start|>user" not in texts[1]
+
+
+def test_ids_that_the_tokenizer_would_not_choose_are_continued_as_they_are(make, tmp_path):
+    tokenizer = bpe_tokenizer(CHATML)
+    tokenizer.save_pretrained(tmp_path)
+    spelled = [i for c in "hello" for i in tokenizer(c, add_special_tokens=False).input_ids]
+    assert tokenizer("hello", add_special_tokens=False).input_ids != spelled
+    say = [*spelled, tokenizer.eos_token_id]
+    engine = ScriptedEngine(lambda prompt, seed: say)
+    service = make(_chatter(turns=3), tokenizer=str(tmp_path))
+    batch, _ = service.collect(1, ["train-1"], 1, 0, SamplingSpec(), engine)
+    ((tokens, mask, *_),) = _rows(batch)
+    assert [tokens[a:b] for a, b in _runs(mask)] == [say] * 3
+    assert [list(call[0].prompt_ids) for call in engine.calls] == [tokens[:a] for a, _ in _runs(mask)]
 
 
 def _sums(**config) -> EnvironmentSpec:
