@@ -33,6 +33,11 @@ class RunSummary:
     before: str = ""
     after: str = ""
 
+    def accuracies(self) -> dict[str, float]:
+        """Held-out greedy accuracy by checkpoint."""
+        found = self.report.get("heldout_accuracy")
+        return {k: v for k, v in found.items() if isinstance(v, float)} if isinstance(found, Mapping) else {}
+
 
 def summarize_run(spec: ExperimentSpec, folder: Path, wall_seconds: Mapping[str, float]) -> RunSummary:
     """Read the stages' folders, write `report.json` and the plot, return what there is to show.

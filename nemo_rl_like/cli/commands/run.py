@@ -17,6 +17,7 @@ from nemo_rl_like.pipeline.run_folder import Start
 from nemo_rl_like.pipeline.runner import RunResult, run_pipeline
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec
+from nemo_rl_like.stages.summary import summarize_run
 
 DEMO_SPEC = Path("configs/demo.yaml")
 
@@ -57,10 +58,18 @@ def _run(spec: ExperimentSpec, start: Start, *, plain: bool) -> None:
     terminal = Terminal()
     terminal.banner(banner(spec))
     result = run_pipeline(spec, start=start, plain=plain)
-    _report(terminal, result)
+    _report(terminal, spec, result)
 
 
-def _report(terminal: Terminal, result: RunResult) -> None:
+def _report(terminal: Terminal, spec: ExperimentSpec, result: RunResult) -> None:
+    """What each stage did, before/after samples, the figures, and what to type next."""
+    summary = summarize_run(spec, result.folder, {o.name: round(o.seconds, 2) for o in result.stages})
     for outcome in result.stages:
         terminal.note(f"{outcome.name}: {outcome.action} ({outcome.reason}), {outcome.seconds:.1f} s")
+    if summary.samples:
+        terminal.before_after(summary.samples, summary.before, summary.after)
+    for name, accuracy in summary.accuracies().items():
+        terminal.note(f"held-out greedy accuracy after {name}: {accuracy:.1%}")
+    if summary.plot is not None:
+        terminal.note(f"reward plot: {summary.plot}")
     terminal.next_commands(next_commands(result.folder))
