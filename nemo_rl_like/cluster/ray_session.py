@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -76,14 +78,13 @@ class RaySession:
         temp_dir = _make_temp_dir(run_id) if spec.address is None else None
         session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)
         environ.update(session._marks())
-        session._watchdog = _start_watchdog(run_id, session._mark_of_temp_dir)
-        try:
+        with ExitStack() as undo:
+            undo.callback(session.shutdown)
+            session._watchdog = _start_watchdog(run_id, session._mark_of_temp_dir)
             session._connect(environ)
-        except ClusterStartError:
-            session.shutdown()
-            raise
-        os.environ.update(session._marks())
-        session._describe()
+            os.environ.update(session._marks())
+            session._describe()
+            undo.pop_all()
         return session
 
     def _connect(self, environ: dict[str, str]) -> None:
@@ -93,15 +94,28 @@ class RaySession:
         try:
             with replaced_environ(environ):
                 if self.spec.address is None:
-                    self._start_local()
+                    self._start_within(self.spec.start_timeout_s)
                 else:
                     _join(self.spec.address, self.spec.start_timeout_s)
-        except (RaySystemError, ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
-            raise ClusterStartError(f"Ray did not start ({type(error).__name__}: {error})") from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminate)  # Ray's own handler would exit without a checkpoint
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _start_within(self, seconds: float) -> None:
+        """Start Ray; it gives its daemons 30 s, which a busy machine may exceed, so try again while there is time."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return self._start_local()
+            except Exception as error:  # when its daemons are late, Ray raises nothing narrower
+                watchdog.kill_run(self.run_id, self._mark_of_temp_dir)
+                if time.monotonic() > end or isinstance(error, ValueError):
+                    raise ClusterStartError(
+                        f"Ray did not start within {seconds:g} s ({type(error).__name__}: {error}); is the machine busy "
+                        "or `cluster.object_store_gib` too large? Else raise `cluster.start_timeout_s`"
+                    ) from error
+                logger.warning("Ray did not start (%s), trying again", error)
 
     def _start_local(self) -> None:
         gpus = self.devices.count if self.devices.kind == "gpu" else 0
@@ -177,7 +191,7 @@ def _ray_environ(spec: ClusterSpec) -> dict[str, str]:
         RAY_worker_niceness="0",
         RAY_USAGE_STATS_ENABLED="0",
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
-        RAY_raylet_start_wait_time_s=str(int(spec.start_timeout_s)),
+        RAY_gcs_server_port_wait_time_s=str(int(spec.start_timeout_s)),
     )
     return environ
 
@@ -217,4 +231,7 @@ def _join(address: str, timeout_s: float) -> None:
         raise ClusterStartError(
             f"`cluster.address` {address}: nothing answers there ({error}); start a Ray head or drop the field"
         ) from error
-    ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (RaySystemError, ConnectionError, RuntimeError) as error:
+        raise ClusterStartError(f"`cluster.address` {address} cannot be joined: {error}") from error

@@ -126,9 +126,10 @@ def _belongs(proc: Path, env_mark: bytes, temp_dir: bytes) -> bool:
     try:
         if env_mark in (proc / "environ").read_bytes().split(b"\0"):
             return True
-        return temp_dir in (proc / "cmdline").read_bytes()
+        command = (proc / "cmdline").read_bytes()
     except OSError:  # it ended while we looked, or belongs to somebody else
         return False
+    return temp_dir in command and __file__.encode() not in command  # the run's watchdog ends by itself
 
 
 def _wait_for_end(pid: int, started: str, run_id: str, temp_dir: str) -> set[str]:

@@ -79,7 +79,7 @@ class Closeable(Protocol):
         """Release it."""
 
 
-class _Turnstile:
+class Turnstile:
     """Lets the calls of one caller through in their order, whatever the order in which they arrive."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class WorkerHost:
         last_words.install()
         self._thread = ServiceThread()
         self._services: dict[str, object] = {}
-        self._turnstiles: defaultdict[str, _Turnstile] = defaultdict(_Turnstile)
+        self._turnstiles: defaultdict[str, Turnstile] = defaultdict(Turnstile)
         self._context: RankContext | None = None
 
     async def describe(self) -> WorkerInfo:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_like.artifacts.errors import NrlError, SpecError
@@ -14,9 +15,11 @@ from nemo_rl_like.cluster.devices import require_devices, threads_of_rank
 from nemo_rl_like.cluster.environment import allowed, is_secret
 from nemo_rl_like.cluster.errors import DeadlineExceeded, WorkerDied, WorkerFailed
 from nemo_rl_like.cluster.last_words import exit_cause
+from nemo_rl_like.cluster.worker import Turnstile
 from nemo_rl_like.spec.experiment import ClusterSpec
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(1, 4), min_size=1, max_size=4))
 def test_ranks_fill_the_axes_in_row_major_order(axes: dict[str, int]) -> None:
     seen = [tuple(axis_ranks(rank, axes).values()) for rank in range(world_size(axes))]
@@ -90,3 +93,17 @@ def test_exit_causes_are_told_apart() -> None:
     assert cause("Fatal Python error: Segmentation fault\n").startswith("crashed (Segmentation fault)")
     assert cause("hello").startswith("was killed by SIGKILL")
     assert cause("hello", "its node has died") == "its node has died"
+
+
+@settings(deadline=None)
+@given(st.permutations(range(6)))
+async def test_calls_pass_the_turnstile_in_their_order_whatever_the_order_of_arrival(arrival: list[int]) -> None:
+    turnstile, passed = Turnstile(), []
+
+    async def call(sequence: int) -> None:
+        await turnstile.enter(sequence)
+        passed.append(sequence)
+        turnstile.leave()
+
+    await asyncio.gather(*(call(sequence) for sequence in arrival))
+    assert passed == list(range(6))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_like.artifacts.errors import OutputFolderError
@@ -16,6 +16,7 @@ from nemo_rl_like.observe.rollouts import RolloutLog, RolloutRecord
 from nemo_rl_like.observe.timing import Timings
 
 
+@settings(deadline=None)
 @given(saved=st.integers(0, 6), extra=st.integers(0, 4), torn=st.booleans())
 def test_resume_leaves_every_step_once(
     tmp_path_factory: pytest.TempPathFactory, saved: int, extra: int, torn: bool
