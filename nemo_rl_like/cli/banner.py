@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from nemo_rl_like.cluster.devices import visible_devices
@@ -30,11 +34,21 @@ def banner(spec: ExperimentSpec) -> Banner:
 
 def next_commands(folder: Path) -> list[tuple[str, str]]:
     """What to type after a run: (command, what it does)."""
+    program, run, target = _program(), shlex.quote(str(folder)), shlex.quote(f"{folder}-hf")
     return [
-        (f"nrl eval {folder}", "evaluate the last checkpoint on the held-out tasks"),
-        (f"nrl chat {folder}", "talk to it"),
-        (f"nrl export {folder} {folder}-hf", "write it as a Hugging Face folder"),
+        (f"{program} eval {run}", "evaluate the last checkpoint on the held-out tasks"),
+        (f"{program} chat {run}", "talk to it"),
+        (f"{program} export {run} {target}", "write it as a Hugging Face folder"),
     ]
+
+
+def _program() -> str:
+    """How this program is called from here: by its name if the shell finds it, else by its path."""
+    called = Path(sys.argv[0])
+    found = shutil.which(called.name)
+    if found is not None and called.exists() and os.path.samefile(found, called):
+        return called.name
+    return shlex.quote(os.path.relpath(called)) if called.exists() else "nrl"
 
 
 def _model(spec: ExperimentSpec) -> str:
