@@ -18,6 +18,7 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation import vllm_plugin
 from nemo_rl_like.generation.sampler import signed_64
+from nemo_rl_like.generation.segments import descendants, mapped_inodes, unlink_segments
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.model import runtime
@@ -158,8 +159,11 @@ class VllmEngine:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
+        mine = os.getpid()
+        before = mapped_inodes([mine])
         llm = AsyncLLM.from_engine_args(args)
         await self._canary(llm)
+        unlink_segments(mapped_inodes({mine, *descendants(mine)}) - before)
         return llm
 
     async def _shutdown(self) -> None:

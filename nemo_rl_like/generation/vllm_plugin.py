@@ -16,6 +16,7 @@ import threading
 from importlib.metadata import entry_points
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.generation.segments import mapped_inodes, unlink_segments
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def require_registered() -> None:
 
 def _wait(handle: int) -> None:
     select.select([handle], [], [])
+    unlink_segments(mapped_inodes([os.getpid()]))
     _end()
 
 

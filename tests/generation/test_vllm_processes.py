@@ -7,33 +7,33 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.generation import vllm_plugin
+from nemo_rl_like.generation.segments import descendants
 
 from .tiny_models import save, tiny_llama
 
 
-def _marked(mark: str) -> list[int]:
-    """Live processes whose environment holds `mark`."""
-    found = []
-    for entry in Path("/proc").iterdir():
+def alive(pids: set[int]) -> set[int]:
+    """Those that still run. (Process ids are not used again so soon.)"""
+    running = set()
+    for pid in pids:
         try:
-            alive = entry.name.isdigit() and b") Z" not in (entry / "stat").read_bytes()
-            if alive and mark.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+            if b") Z" not in Path(f"/proc/{pid}/stat").read_bytes():
+                running.add(pid)
         except OSError:
             continue
-    return found
+    return running
 
 
-def _wait_until_none(mark: str, seconds: float) -> list[int]:
+def wait_for_end(pids: set[int], seconds: float) -> set[int]:
+    """Those that still run after at most `seconds`."""
     deadline = time.monotonic() + seconds
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := alive(pids)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
 
@@ -42,31 +42,25 @@ def _wait_until_none(mark: str, seconds: float) -> list[int]:
 @pytest.mark.parametrize("when", ["running", "starting"])
 def test_vllm_dies_with_its_owner_and_leaves_no_shared_memory(tmp_path: Path, when: str) -> None:
     files = set(os.listdir("/dev/shm"))
-    mark = f"NRL_TEST_MARK={uuid.uuid4().hex}"
     save(tiny_llama(), tmp_path)
-    owner = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("vllm_owner.py")), str(tmp_path)],
-        env=os.environ | dict([mark.split("=")]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    command = [sys.executable, str(Path(__file__).with_name("vllm_owner.py")), str(tmp_path)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    family: set[int] = set()
     try:
         if when == "running":
             assert owner.stdout is not None and any(line == "ready\n" for line in owner.stdout)
-        else:
-            while len(_marked(mark)) < 2:
-                assert owner.poll() is None
-                time.sleep(0.1)
-        family = _marked(mark)
-        assert len(family) >= (3 if when == "running" else 2), "the engine core and a worker are processes of their own"
+            assert not set(os.listdir("/dev/shm")) - files, "the names go once the engine runs"
+        while len(family := descendants(owner.pid)) < (3 if when == "running" else 2):
+            assert owner.poll() is None
+            time.sleep(0.1)
+        names = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in family}
+        assert when == "starting" or {b"VLLM::EngineCore", b"VLLM::Worker"} <= names
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(10)
-        left = _wait_until_none(mark, 10 if when == "running" else 60)
-        assert not left
+        assert not wait_for_end(family, 10 if when == "running" else 60)
         assert not set(os.listdir("/dev/shm")) - files
     finally:
-        for pid in _marked(mark):
+        for pid in alive(family | {owner.pid}):
             os.kill(pid, signal.SIGKILL)
 
 
