@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
-from reasoning_gym import create_dataset  # type: ignore[import-untyped]
-from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
+from reasoning_gym import create_dataset
+from reasoning_gym.factory import DATASETS
 
 from nemo_rl_like.environment.splits import Splits, split_by_content
 from nemo_rl_like.environment.types import (

@@ -150,9 +150,17 @@ class RolloutService:
         tasks = [_known(known, task_id) for task_id in task_ids]
         plans = self._plans(tasks, samples_per_prompt, purpose=TRAIN, step=step)
         runner = self._runner(engine, sampling.max_new_tokens)
+        restarts = self._pool.restarts
         episodes = runner.run(plans, self._engine_sampling(sampling))
         _check_versions(episodes, version)
-        summary = summarize(episodes, step=step, version=version, seconds=runner.timing.seconds, show=show)
+        summary = summarize(
+            episodes,
+            step=step,
+            version=version,
+            seconds=runner.timing.seconds,
+            restarts=self._pool.restarts - restarts,
+            show=show,
+        )
         self._check_invalid(summary, episodes)
         self._last = (step, episodes)
         return batch_rows(episode_rows(episodes)), summary
@@ -166,7 +174,7 @@ class RolloutService:
         sampling: SamplingSpec,
         engine: Generator,
         show: int = 0,
-    ) -> tuple[ray.ObjectRef, RolloutSummary]:
+    ) -> tuple[ray.ObjectRef[TokenBatch], RolloutSummary]:
         """`collect` with the batch in Ray's object store, so that the driver gets a reference and a summary."""
         batch, summary = self.collect(step, task_ids, samples_per_prompt, version, sampling, engine, show)
         return ray.put(batch), summary
@@ -203,10 +211,6 @@ class RolloutService:
                 Sampling(temperature=evaluation.temperature, stop_token_ids=stops),
             )
         return report_of(evaluation.split, greedy, sampled, evaluation.samples_per_task, runner.timing.seconds)
-
-    def environment_failures(self) -> dict[str, int]:
-        """Failed environment calls since the start, by reason, and `restarts` of environment processes."""
-        return {**self._pool.failures, "restarts": self._pool.restarts}
 
     def close(self) -> None:
         """Kill the environment processes."""

@@ -57,6 +57,8 @@ class RolloutSummary:
     """Episodes by stop reason."""
     invalid: Mapping[str, int]
     """Invalid episodes by cause."""
+    restarts: int
+    """Environment processes that were replaced in this step."""
     environment: Mapping[str, float]
     """The environment's further numbers: mean over valid episodes."""
     seconds: Mapping[str, float]
@@ -84,6 +86,7 @@ class RolloutSummary:
             "prompts/mean_length": self.prompt_tokens,
             "turns/mean": self.turns,
             "invalid/fraction": self.invalid_fraction,
+            "restarts/environment": float(self.restarts),
         }
         out |= {f"stop/{reason}": float(count) for reason, count in sorted(self.stops.items())}
         out |= {f"invalid/{reason}": float(count) for reason, count in sorted(self.invalid.items())}
@@ -92,7 +95,13 @@ class RolloutSummary:
 
 
 def summarize(
-    episodes: Sequence[Episode], *, step: int, version: int, seconds: Mapping[str, float], show: int = 0
+    episodes: Sequence[Episode],
+    *,
+    step: int,
+    version: int,
+    seconds: Mapping[str, float],
+    restarts: int = 0,
+    show: int = 0,
 ) -> RolloutSummary:
     """Summary of a step's episodes; `show` of them with their texts."""
     valid = [episode for episode in episodes if episode.invalid is None]
@@ -109,6 +118,7 @@ def summarize(
         turns=statistics.fmean(episode.turns for episode in episodes),
         stops=Counter(episode.stop for episode in episodes),
         invalid=Counter(episode.invalid for episode in episodes if episode.invalid is not None),
+        restarts=restarts,
         environment=_means([episode.metrics for episode in valid]),
         seconds=dict(seconds),
         samples=tuple(_shown(groups, show)),

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.environment.demonstrations import demonstration
 from nemo_rl_like.environment.registry import BUILT_IN, available, resolve, source_class, with_absolute_paths
-from nemo_rl_like.environment.types import NoDemonstration, Step, assistant
+from nemo_rl_like.environment.types import NoDemonstration, Step
 from nemo_rl_like.spec.experiment import EnvironmentSpec
 
 SOURCES = "tests.environment.sample_sources"
@@ -61,14 +60,10 @@ def test_paths_become_absolute_and_modules_stay(tmp_path):
     assert with_absolute_paths(EnvironmentSpec(reward="pkg.mod:f", prompts="p"), tmp_path).reward == "pkg.mod:f"
 
 
-def test_demonstrations_are_the_question_and_the_answer_or_an_error():
-    source = resolve(EnvironmentSpec(name="arithmetic"))
-    task = source.tasks("train")[0]
-    question, answer = demonstration(source, task, 0)
-    assert (question.content, answer) == (f"{task.id}=", assistant(str(task.data["answer"])))
-    echo = resolve(EnvironmentSpec(name=f"{SOURCES}:Echo"))
-    with pytest.raises(NoDemonstration, match="Echo has no demonstrations"):
-        demonstration(echo, echo.tasks("train")[0], 0)
+def test_a_source_without_demonstrations_says_what_to_do():
+    source = resolve(EnvironmentSpec(name=f"{SOURCES}:Echo"))
+    with pytest.raises(NoDemonstration, match="Echo has no demonstrations; give the `sft` stage a `data.path`"):
+        source.demonstration(source.tasks("train")[0])
 
 
 def test_a_step_must_end_the_episode_or_say_something():

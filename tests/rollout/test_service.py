@@ -209,7 +209,7 @@ def test_failures_are_invalid_not_zero_and_train_nothing(make):
 def test_a_dead_environment_process_costs_its_episodes_and_the_step_goes_on(make):
     service = make(_chatter(die_on="x", max_invalid_fraction=1.0, processes=2))
     batch, summary = service.collect(1, ["train-1", "train-2"], 4, 0, SamplingSpec(max_new_tokens=30), _engine())
-    assert summary.invalid["crash"] >= 1
+    assert summary.metrics()["restarts/environment"] == summary.invalid["crash"] >= 1
     assert set(summary.invalid) <= {"crash", "process_lost"}
     assert batch.rows == 8
     service.collect(2, ["train-1"], 2, 0, SamplingSpec(max_new_tokens=1), _engine())
