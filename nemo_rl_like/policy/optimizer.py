@@ -45,7 +45,9 @@ class PolicyOptimizer:
 
     def __init__(self, model: DistributedDataParallel, spec: OptimizerSpec, total_updates: int) -> None:
         if spec.warmup_steps >= total_updates + 1:
-            raise ValueError(f"optimizer.warmup_steps is {spec.warmup_steps}, must be less than the {total_updates} updates")
+            raise ValueError(
+                f"optimizer.warmup_steps is {spec.warmup_steps}, must be less than the {total_updates} updates"
+            )
         bf16 = model.config.params_dtype is torch.bfloat16
         config = OptimizerConfig(
             optimizer="adam",

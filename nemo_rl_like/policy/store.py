@@ -46,9 +46,7 @@ class PolicyStore:
         """Every weight by Hugging Face name, whole on rank 0 and None elsewhere; every rank must run it to its end."""
         return self._map.iter_hf(self._model)
 
-    def _write(
-        self, folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]
-    ) -> tuple[ShardFile, ...]:
+    def _write(self, folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]) -> tuple[ShardFile, ...]:
         if dist.get_rank() != 0:
             for _ in tensors:
                 pass

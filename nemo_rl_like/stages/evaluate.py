@@ -67,9 +67,7 @@ class EvaluateStage:
 
 
 @contextmanager
-def evaluator(
-    spec: ExperimentSpec, run_folder: Path, model: StartModel
-) -> Iterator[tuple[WorkerGroup, RunEngine]]:
+def evaluator(spec: ExperimentSpec, run_folder: Path, model: StartModel) -> Iterator[tuple[WorkerGroup, RunEngine]]:
     """Policy, engine and rollout worker for evaluations of `model`."""
     session = shared_session(spec.cluster, run_folder)
     with worker_group(session) as workers:

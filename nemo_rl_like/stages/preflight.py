@@ -62,6 +62,8 @@ def check_environment(spec: ExperimentSpec) -> None:
 
 def check_secrets(spec: ExperimentSpec) -> None:
     """Every secret's environment variable is set. Raises NrlError."""
-    missing = sorted(f"secrets.{name}.env: {ref.env}" for name, ref in spec.secrets.items() if ref.env not in os.environ)
+    missing = sorted(
+        f"secrets.{name}.env: {ref.env}" for name, ref in spec.secrets.items() if ref.env not in os.environ
+    )
     if missing:
         raise NrlError(f"{', '.join(missing)}: not set in this environment; export it before the run")

@@ -55,9 +55,7 @@ class RlStage:
                 return Checkpoint.of(train(spec, context, recipe, policy, model.identity, stage.checkpoint))
 
     @contextmanager
-    def _policy(
-        self, context: StageContext, model: StartModel
-    ) -> Iterator[tuple[Policy, Policy | None, RunEngine]]:
+    def _policy(self, context: StageContext, model: StartModel) -> Iterator[tuple[Policy, Policy | None, RunEngine]]:
         """The policy, its frozen start as reference if the KL term needs one, and the engine."""
         spec = self.spec
         session = shared_session(spec.cluster, context.run_folder)

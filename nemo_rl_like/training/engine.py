@@ -132,7 +132,9 @@ class RunEngine:
         return {"probe/p99": gap.p99, "probe/max": gap.max}
 
     def _update(self, version: int, handle: object) -> list[SyncReport]:
-        pending = self.group.submit(SERVICE, "update_weights", version, handle, what=f"weight sync of version {version}")
+        pending = self.group.submit(
+            SERVICE, "update_weights", version, handle, what=f"weight sync of version {version}"
+        )
         self.group.wait(pending)
         return list(ray.get(list(pending.values)))
 

@@ -10,7 +10,6 @@ from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.observe.terminal import Sample
 
 
-
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one step tells: metrics by name and samples to show."""

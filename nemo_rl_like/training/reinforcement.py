@@ -180,7 +180,9 @@ class RlRecipe:
         temperature = self.spec.sampling.temperature
         if not self._objective.on_policy:
             with self._timings.part("logprobs"):
-                values, metrics = self.policy.logprobs(step.batch, temperature, self.engine.gap_limit(), "proximal log-probs")
+                values, metrics = self.policy.logprobs(
+                    step.batch, temperature, self.engine.gap_limit(), "proximal log-probs"
+                )
                 step.batch = self._attach(step.batch, "proximal", values)
         if self.reference is not None:
             with self._timings.part("reference"):

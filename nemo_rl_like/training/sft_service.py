@@ -18,7 +18,7 @@ from nemo_rl_like.data.order import DataPosition, ShuffledOrder, check_resumes
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.sft_rows import sft_rows
 from nemo_rl_like.environment.registry import resolve
-from nemo_rl_like.environment.types import EnvironmentSource, EnvironmentConfig, Task
+from nemo_rl_like.environment.types import EnvironmentConfig, EnvironmentSource, Task
 from nemo_rl_like.rollout.taskorder import task_list
 from nemo_rl_like.spec.experiment import EnvironmentSpec, SftDataSpec
 from nemo_rl_like.tokens.batch import batch_rows

@@ -66,7 +66,9 @@ class SftRecipe:
         """One optimizer step."""
         with self._timings.part("data"):
             examples = self.spec.examples_per_step
-            got = cast(SftBatch, self.workers.call(DATA, "batch", self._position, examples, what=f"batch of step {step}"))
+            got = cast(
+                SftBatch, self.workers.call(DATA, "batch", self._position, examples, what=f"batch of step {step}")
+            )
         with self._timings.part("update"):
             metrics = self.policy.train_step(got.batch, None, CrossEntropy(), what=f"step {step}")
         self._position = got.position

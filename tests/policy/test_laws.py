@@ -99,7 +99,11 @@ def reference(folder: Path, batch: TokenBatch) -> tuple[dict[str, torch.Tensor],
             total = total + loss / (int((trained > 0).sum()) * int(trained[row]))
     assert torch.allclose(stats.weights.sum(), torch.ones(()), atol=1e-6)
     total.backward()
-    gradients = {name: p.grad.float() for name, p in model.named_parameters() if name != "lm_head.weight" or not model.config.tie_word_embeddings}
+    gradients = {
+        name: p.grad.float()
+        for name, p in model.named_parameters()
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings
+    }
     return gradients, flat.float(), float(total.detach())
 
 
@@ -110,7 +114,9 @@ def step(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, ord
 
     layout = policy.layout
     axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
-    context = RankContext("policy", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node")
+    context = RankContext(
+        "policy", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node"
+    )
     member = PolicyRank(context, folder=str(folder), policy=policy, dtype="float32")
     batch = make_batch() if order is None else make_batch().select(order)
     flat, _ = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False)
@@ -131,7 +137,9 @@ def _walk_at(temperature: float) -> Any:
     return Walk(temperature)
 
 
-def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicySpec], order: list[int] | None) -> list[Any]:
+def steps(
+    rank: int, world: int, port: int, folder: Path, policies: list[PolicySpec], order: list[int] | None
+) -> list[Any]:
     """The same step under each spec, one after another in one world."""
     return [step(rank, world, port, folder, policy, order) for policy in policies]
 

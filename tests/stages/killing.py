@@ -106,7 +106,9 @@ def processes_of(run_id: str) -> list[psutil.Process]:
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            marked = process.environ().get("NRL_RUN_ID") == run_id or any(run_id[:10] in part for part in process.cmdline())
+            marked = process.environ().get("NRL_RUN_ID") == run_id or any(
+                run_id[:10] in part for part in process.cmdline()
+            )
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         if marked:

@@ -34,7 +34,9 @@ def unharmed(folder: Path) -> tuple[Outcome, float]:
     """The run that nobody kills, and its wall time in seconds."""
     output = folder / "unharmed"
     began = time.monotonic()
-    assert finish(["run", str(write_spec(folder, output))], folder / "unharmed.log") == 0, (folder / "unharmed.log").read_text()
+    assert finish(["run", str(write_spec(folder, output))], folder / "unharmed.log") == 0, (
+        folder / "unharmed.log"
+    ).read_text()
     return outcome(output), time.monotonic() - began
 
 
@@ -60,7 +62,9 @@ def survive(folder: Path, name: str, delays: list[float], want: Outcome) -> list
             left = wait_until_gone(run_id)
             assert not left, f"left over: {left}"
             assert not [f for f in os.listdir("/dev/shm") if run_id[:10] in f]
-    assert finish(["resume", str(output)] if (output / "spec.yaml").exists() else arguments, folder / f"{name}.log") == 0
+    assert (
+        finish(["resume", str(output)] if (output / "spec.yaml").exists() else arguments, folder / f"{name}.log") == 0
+    )
     check(folder, output, want)
     return landed
 
