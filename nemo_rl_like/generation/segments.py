@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,18 @@ def unlink_segments(inodes: set[int]) -> list[str]:
     for path in _FOLDER.iterdir():
         if path.name.startswith(_PREFIXES) and _inode(path) in inodes:
             path.unlink(missing_ok=True)
+            _forget(path.name)
             removed.append(path.name)
     logger.debug("removed the names of %d shared-memory segments", len(removed))
     return removed
+
+
+def _forget(name: str) -> None:
+    """Tell Python's helper process, shared by all of vLLM's, that there is nothing left to remove."""
+    if name.startswith("sem."):
+        resource_tracker.unregister(f"/{name.removeprefix('sem.')}", "semaphore")
+    else:
+        resource_tracker.unregister(f"/{name}", "shared_memory")
 
 
 def _inode(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ from nemo_rl_like.generation.types import Completion, Request, Sampling, StopRea
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.experiment import DType, EngineSpec
 from nemo_rl_like.weights.errors import WeightSyncError
 from nemo_rl_like.weights.manifest import compare
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
@@ -60,7 +61,7 @@ class VllmEngine:
         context: RankContext,
         *,
         model_folder: str,
-        dtype: str,
+        dtype: DType,
         engine: EngineSpec,
         tensor_parallel: int = 1,
         start_timeout_s: float = 600.0,
@@ -134,9 +135,10 @@ class VllmEngine:
         """End vLLM's processes."""
         self._loop.run(self._shutdown(), self._call_timeout, "vLLM's end")
         self._loop.close()
+        gc.collect()  # vLLM's cycles end now: its finaliser would fail while the interpreter ends
 
     async def _start(
-        self, folder: str, dtype: str, engine: EngineSpec, tensor_parallel: int, worker_extension: str
+        self, folder: str, dtype: DType, engine: EngineSpec, tensor_parallel: int, worker_extension: str
     ) -> AsyncLLM:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -168,7 +170,7 @@ class VllmEngine:
 
     async def _shutdown(self) -> None:
         self._llm.shutdown(_SHUTDOWN_GRACE_S)
-        del self._llm  # its finaliser must not run while the interpreter ends
+        del self._llm
         await asyncio.sleep(0)  # lets the tasks that vLLM cancelled end
 
     async def _generate_all(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
@@ -202,7 +204,8 @@ class VllmEngine:
         ids = tuple(sample.token_ids)
         if sample.logprobs is None or sample.finish_reason is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without log-probs or a stop reason")
-        logprobs = tuple(entry[token].logprob for entry, token in zip(sample.logprobs, ids, strict=True))
+        found = zip(sample.logprobs, ids, strict=True)
+        logprobs = tuple(entry[token].logprob for entry, token in found if entry is not None)
         return Completion(ids, logprobs, version, _STOPS[sample.finish_reason])
 
     async def _score_all(self, rows: Sequence[tuple[int, ...]]) -> list[list[float]]:
