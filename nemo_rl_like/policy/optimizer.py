@@ -39,15 +39,9 @@ class OptimizerStep:
 class PolicyOptimizer:
     """The optimizer of one rank's shard of the model.
 
-    Args: `model` wrapped in Megatron's DDP; `spec`; `total_updates`, the optimizer steps the schedule spans.
-    Raises ValueError if warm-up is not shorter than the schedule.
-    """
+    Args: `model` wrapped in Megatron's DDP; `spec`; `total_updates`, the optimizer steps the schedule spans.    """
 
     def __init__(self, model: DistributedDataParallel, spec: OptimizerSpec, total_updates: int) -> None:
-        if spec.warmup_steps >= total_updates + 1:
-            raise ValueError(
-                f"optimizer.warmup_steps is {spec.warmup_steps}, must be less than the {total_updates} updates"
-            )
         bf16 = model.config.params_dtype is torch.bfloat16
         config = OptimizerConfig(
             optimizer="adam",
@@ -71,7 +65,7 @@ class PolicyOptimizer:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for group in part.optimizer.param_groups:
                     group["fused"], group["foreach"] = True, False
-        decay_steps = total_updates + 1
+        decay_steps = (spec.decay_steps or total_updates) + 1
         self._scheduler = OptimizerParamScheduler(
             built,
             init_lr=0.0,

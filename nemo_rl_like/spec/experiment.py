@@ -200,8 +200,10 @@ class OptimizerSpec(Spec):
     """Shape after warm-up; `wsd` holds, then falls linearly over the last `decay_fraction`."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps over which the schedule falls to `min_lr`, where it then stays; default: all of the stage's."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of the steps that `wsd` decays over."""
+    """Share of those steps that `wsd` decays over."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decays."""
     eps: PositiveFloat = 1e-8
@@ -210,6 +212,15 @@ class OptimizerSpec(Spec):
     """Decoupled weight decay; never on norms and biases."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest gradient norm; 0 = no clipping."""
+
+
+    def check_updates(self, updates: int) -> None:
+        """Raise ValueError unless the schedule fits a stage of `updates` optimizer steps."""
+        end = self.decay_steps or updates
+        if end > updates:
+            raise ValueError(f"`optimizer.decay_steps` is {end}, more than the stage's {updates} optimizer steps")
+        if self.warmup_steps > end:
+            raise ValueError(f"`optimizer.warmup_steps` is {self.warmup_steps}, must be at most {end} optimizer steps")
 
 
 class AlgorithmSpec(Spec):
@@ -310,6 +321,11 @@ class SftStageSpec(StageBase):
     init_from: str | None = None
     """Stage whose checkpoint this one starts from; default: the stage before it that makes one, or the model."""
 
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> SftStageSpec:
+        self.optimizer.check_updates(self.steps)
+        return self
+
 
 class RlStageSpec(StageBase):
     """Reinforcement learning from an environment."""
@@ -359,6 +375,7 @@ class RlStageSpec(StageBase):
             )
         if self.evaluate_every_steps and self.evaluation is None:
             raise ValueError("`evaluate_every_steps` needs an `evaluation` block")
+        self.optimizer.check_updates(self.steps * self.updates_per_batch * self.epochs)
         return self
 
 
