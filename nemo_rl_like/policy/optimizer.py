@@ -39,7 +39,8 @@ class OptimizerStep:
 class PolicyOptimizer:
     """The optimizer of one rank's shard of the model.
 
-    Args: `model` wrapped in Megatron's DDP; `spec`; `total_updates`, the optimizer steps the schedule spans.    """
+    Args: `model` wrapped in Megatron's DDP; `spec`; `total_updates`, the optimizer steps the schedule spans.
+    """
 
     def __init__(self, model: DistributedDataParallel, spec: OptimizerSpec, total_updates: int) -> None:
         bf16 = model.config.params_dtype is torch.bfloat16
