@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.sampler import draw, seeds_tensor, uniforms
@@ -110,6 +111,7 @@ class EmbeddedEngine:
             raise ValueError(
                 "the embedded engine decodes on the policy's own parameters and reads no published weights"
             )
+        faults.point("sync.mid")
         self._version = version
         return SyncReport(version, {}, frozenset(), 0, 0.0)
 

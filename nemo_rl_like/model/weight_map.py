@@ -187,10 +187,8 @@ class _Gather:
     """Brings one tensor at a time to global rank 0, over the ranks of data-parallel rank 0."""
 
     def __init__(self, source: Mapping[str, Tensor]) -> None:
-        kinds = {(t.dtype, t.device) for t in source.values()}
-        if len(kinds) != 1:
-            raise ValueError(f"tensors must share one dtype and device, got {sorted(map(str, kinds))}")
-        self._dtype, self._device = kinds.pop()
+        first = next(iter(source.values()))  # one only: a mapping may gather each tensor when it is read
+        self._dtype, self._device = first.dtype, first.device
         self._takes_part = parallel_state.get_data_parallel_rank() == 0
         self._tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -203,6 +201,8 @@ class _Gather:
         if self._stage == owner:
             if local is None:
                 raise ValueError(f"this stage has no Megatron parameter for {entry.hf}")
+            if local.dtype is not self._dtype:
+                raise ValueError(f"{entry.hf}: tensors must share one dtype, got {local.dtype} beside {self._dtype}")
             full = self._over_tp(entry, local.detach())
         if owner == 0 or self._tp_rank != 0:
             return full if dist.get_rank() == 0 else None
