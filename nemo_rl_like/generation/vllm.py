@@ -82,7 +82,7 @@ class VllmEngine:
         os.environ.update(_environment(threads, engine.enforce_eager, start_timeout_s))
         self._loop = _LoopThread()
         start = self._start(model_folder, engine.dtype or dtype, engine, tensor_parallel, worker_extension)
-        self._llm: AsyncLLM = self._loop.run(start, start_timeout_s, "the start of vLLM")
+        self._loop.run(start, start_timeout_s, "the start of vLLM")
 
     @property
     def version(self) -> int:
@@ -139,7 +139,7 @@ class VllmEngine:
 
     async def _start(
         self, folder: str, dtype: DType, engine: EngineSpec, tensor_parallel: int, worker_extension: str
-    ) -> AsyncLLM:
+    ) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -163,15 +163,16 @@ class VllmEngine:
         )
         mine = os.getpid()
         before = mapped_inodes([mine])
-        llm = AsyncLLM.from_engine_args(args)
-        await self._canary(llm)
+        self._llm: AsyncLLM = AsyncLLM.from_engine_args(args)
+        await self._canary()
         unlink_segments(mapped_inodes({mine, *descendants(mine)}) - before)
-        return llm
 
     async def _shutdown(self) -> None:
         self._llm.shutdown(_SHUTDOWN_GRACE_S)
         del self._llm
-        await asyncio.sleep(0)  # lets the tasks that vLLM cancelled end
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        if left:
+            await asyncio.wait(left, timeout=_SHUTDOWN_GRACE_S)  # vLLM cancelled them; they still hold it
 
     async def _generate_all(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         return list(await asyncio.gather(*(self._generate(request, sampling) for request in requests)))
@@ -225,18 +226,18 @@ class VllmEngine:
     async def _ask(self, prompt: Sequence[int], params: SamplingParams, name: str, salt: str) -> RequestOutput:
         if self._broken is not None:
             raise WeightSyncError(f"the engine cannot generate: {self._broken}")
-        return await self._run(self._llm, prompt, params, name, salt)
+        return await self._run(prompt, params, name, salt)
 
-    async def _run(
-        self, llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str, salt: str
-    ) -> RequestOutput:
+    async def _run(self, prompt: Sequence[int], params: SamplingParams, name: str, salt: str) -> RequestOutput:
         """Run one request to its end. `salt` separates the prefix caches of weight versions."""
         from vllm.inputs.engine import tokens_input
 
         last: RequestOutput | None = None
         self._running += 1
         try:
-            stream = llm.generate(tokens_input(list(prompt), cache_salt=salt), params, f"{name}#{next(self._serial)}")
+            stream = self._llm.generate(
+                tokens_input(list(prompt), cache_salt=salt), params, f"{name}#{next(self._serial)}"
+            )
             async for output in stream:
                 last = output
         finally:
@@ -268,20 +269,20 @@ class VllmEngine:
         """Drop the prefix cache; the canary, asked at the start and after each update, must then find nothing in it."""
         if not await self._llm.reset_prefix_cache():
             raise WeightSyncError(f"weight sync of version {version}: vLLM refused to reset its prefix cache")
-        cached = await self._canary(self._llm)
+        cached = await self._canary()
         if cached:
             raise WeightSyncError(
                 f"weight sync of version {version}: the prefix cache was not reset; {cached} tokens of the canary "
                 "request came from it"
             )
 
-    async def _canary(self, llm: AsyncLLM) -> int:
+    async def _canary(self) -> int:
         """Ask a fixed request whose cache entries no version separates; returns how many of its tokens were cached."""
         from vllm import SamplingParams
 
         prompt = [i % self._vocab_size for i in range(min(_CANARY_TOKENS, self._max_context - 1))]
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, ignore_eos=True)
-        output = await self._run(llm, prompt, params, "canary", "canary")
+        output = await self._run(prompt, params, "canary", "canary")
         return output.num_cached_tokens or 0
 
     def _room(self, request: Request) -> int:
