@@ -8,15 +8,16 @@ all processes hold it, the name can go, and the kernel frees the memory with its
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
-_PREFIXES = ("psm_", "sem.mp-")
-"""Names that Python's multiprocessing gives to shared memory and semaphores."""
+_MEMORY, _SEMAPHORE = "psm_", "sem.mp-"
+"""How the names begin that Python's multiprocessing gives to shared memory and semaphores."""
 
 
 def descendants(pid: int) -> set[int]:
@@ -48,20 +49,35 @@ def unlink_segments(inodes: set[int]) -> list[str]:
     """Remove the names of multiprocessing's shared memory and semaphores with these inodes; returns those removed."""
     removed = []
     for path in _FOLDER.iterdir():
-        if path.name.startswith(_PREFIXES) and _inode(path) in inodes:
+        if path.name.startswith((_MEMORY, _SEMAPHORE)) and _inode(path) in inodes:
             path.unlink(missing_ok=True)
-            _forget(path.name)
+            resource_tracker.unregister(*_tracked(path.name))
             removed.append(path.name)
     logger.debug("removed the names of %d shared-memory segments", len(removed))
     return removed
 
 
-def _forget(name: str) -> None:
-    """Tell Python's helper process, shared by all of vLLM's, that there is nothing left to remove."""
-    if name.startswith("sem."):
-        resource_tracker.unregister(f"/{name.removeprefix('sem.')}", "semaphore")
-    else:
-        resource_tracker.unregister(f"/{name}", "shared_memory")
+@contextmanager
+def names_restored(removed: Iterable[str]) -> Iterator[None]:
+    """Empty files under the removed names while vLLM's processes end: who made a segment wants to remove its name."""
+    paths = [_FOLDER / name for name in removed]
+    for path in paths:
+        path.touch()
+        resource_tracker.register(*_tracked(path.name))
+    try:
+        yield
+    finally:
+        for path in paths:
+            if path.exists():  # its maker was killed before it could
+                path.unlink(missing_ok=True)
+                resource_tracker.unregister(*_tracked(path.name))
+
+
+def _tracked(name: str) -> tuple[str, str]:
+    """Name and kind under which Python's helper process, shared by all of vLLM's, knows a file in /dev/shm."""
+    if name.startswith(_SEMAPHORE):
+        return f"/{name.removeprefix('sem.')}", "semaphore"
+    return f"/{name}", "shared_memory"
 
 
 def _inode(path: Path) -> int:

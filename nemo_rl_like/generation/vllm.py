@@ -19,7 +19,7 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation import vllm_plugin
 from nemo_rl_like.generation.sampler import signed_64
-from nemo_rl_like.generation.segments import descendants, mapped_inodes, unlink_segments
+from nemo_rl_like.generation.segments import descendants, mapped_inodes, names_restored, unlink_segments
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.model import runtime
@@ -78,6 +78,7 @@ class VllmEngine:
         self._broken: str | None = None
         self._running = 0
         self._serial = itertools.count()
+        self._unlinked: list[str] = []
         threads = engine.threads or context.threads or len(os.sched_getaffinity(0))
         os.environ.update(_environment(threads, engine.enforce_eager, start_timeout_s))
         self._loop = _LoopThread()
@@ -133,7 +134,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM's processes."""
-        self._loop.run(self._shutdown(), self._call_timeout, "vLLM's end")
+        with names_restored(self._unlinked):
+            self._loop.run(self._shutdown(), self._call_timeout, "vLLM's end")
         self._loop.close()
         gc.collect()  # vLLM's cycles end now: its finaliser would fail while the interpreter ends
 
@@ -165,7 +167,7 @@ class VllmEngine:
         before = mapped_inodes([mine])
         self._llm: AsyncLLM = AsyncLLM.from_engine_args(args)
         await self._canary()
-        unlink_segments(mapped_inodes({mine, *descendants(mine)}) - before)
+        self._unlinked = unlink_segments(mapped_inodes({mine, *descendants(mine)}) - before)
 
     async def _shutdown(self) -> None:
         self._llm.shutdown(_SHUTDOWN_GRACE_S)
