@@ -99,8 +99,8 @@ class RlRecipe:
 
     def start(self) -> None:
         """Bring the policy's weights to the engine and prove that they are there."""
-        self.engine.sync(self.engine.version)
-        self.engine.probe()
+        if not self.engine.sync(self.engine.version):  # the embedded engine's sync has nothing to prove
+            self.engine.probe()
 
     def before_first_step(self) -> StepReport:
         """The validation figures before training, when there are evaluations."""
