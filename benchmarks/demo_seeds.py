@@ -48,7 +48,9 @@ def one_seed(seed: int, output: Path) -> dict:
     subprocess.run([nrl, "run", str(SPEC), *overrides, "--overwrite", "--plain"], check=True, stdout=subprocess.DEVNULL)
     report = json.loads((output / "report.json").read_text())
     recomputed = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("recompute_accuracy.py")), str(output)], capture_output=True, text=True
+        [sys.executable, str(Path(__file__).with_name("recompute_accuracy.py")), str(output)],
+        capture_output=True,
+        text=True,
     )
     accuracy = report["heldout_accuracy"]
     gain = {name: accuracy[name] - accuracy["sft"] for name in STAGES[1:]}

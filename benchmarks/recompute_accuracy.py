@@ -25,7 +25,9 @@ def main() -> int:
     report = json.loads((options.run / "evaluate" / "report" / "report.json").read_text())
     result = report["results"][options.checkpoint]
     folder = options.run / "export" / "model"
-    answers = greedy_answers(folder, [task["prompt"] for task in result["tasks"]], report["evaluation"]["max_new_tokens"])
+    answers = greedy_answers(
+        folder, [task["prompt"] for task in result["tasks"]], report["evaluation"]["max_new_tokens"]
+    )
     right = [answer == right_sum(task["prompt"]) for answer, task in zip(answers, result["tasks"], strict=True)]
     same = sum(answer == task["response"] for answer, task in zip(answers, result["tasks"], strict=True))
     figures = {
@@ -51,7 +53,10 @@ def greedy_answers(folder: Path, questions: list[str], new_tokens: int) -> list[
         tokenizer.padding_side = "left"
         batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         ids = model.generate(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=new_tokens, do_sample=False
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=new_tokens,
+            do_sample=False,
         )
         out += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return out

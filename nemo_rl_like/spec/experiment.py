@@ -213,7 +213,6 @@ class OptimizerSpec(Spec):
     clip_grad: NonNegativeFloat = 1.0
     """Largest gradient norm; 0 = no clipping."""
 
-
     def check_updates(self, updates: int) -> None:
         """Raise ValueError unless the schedule fits a stage of `updates` optimizer steps."""
         end = self.decay_steps or updates

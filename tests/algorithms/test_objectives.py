@@ -218,7 +218,7 @@ def test_cross_entropy_is_the_mean_over_trained_tokens():
 
 
 def test_rows_of_zero_advantage_are_not_live_but_count_in_the_denominators():
-    batch, current = make_batch([3, 3, 3, 3])
+    batch, _current = make_batch([3, 3, 3, 3])
     advantages = torch.where(batch.row_of_token < 2, torch.zeros(()), torch.ones(()))
     batch = batch.with_extras(advantages=advantages)
     stats = PolicyGradient(on_policy=True).prepare(batch)

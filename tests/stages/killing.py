@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,10 +93,8 @@ def kill_tree(process: subprocess.Popen[bytes], run_id: str | None = None) -> No
     if run_id is not None:
         victims |= {p.pid for p in processes_of(run_id)}
     for pid in victims:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.wait(30)
 
 

@@ -93,7 +93,9 @@ def test_killed_inside_a_save_is_never_killed(folder: Path, unharmed: tuple[Outc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["episode.mid:5", "sync.mid:4", "optimizer.mid:7", "optimizer.mid:1", "checkpoint.mid_shard:1"])
+@pytest.mark.parametrize(
+    "fault", ["episode.mid:5", "sync.mid:4", "optimizer.mid:7", "optimizer.mid:1", "checkpoint.mid_shard:1"]
+)
 def test_killed_at_a_named_point_is_never_killed(folder: Path, unharmed: tuple[Outcome, float], fault: str) -> None:
     survive_fault(folder, fault, unharmed[0])
 
