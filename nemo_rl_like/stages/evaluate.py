@@ -17,7 +17,7 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.evaluation import EvaluationReport
 from nemo_rl_like.spec.experiment import EvaluateStageSpec, EvaluationSpec, ExperimentSpec
-from nemo_rl_like.stages.preflight import check_devices, check_environment, check_model, check_secrets, problems_of
+from nemo_rl_like.stages.preflight import problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.workers import host_rollout, worker_group
@@ -41,13 +41,7 @@ class EvaluateStage:
 
     def preflight(self) -> list[str]:
         """Problems of model, devices and environment."""
-        spec = self.spec
-        return problems_of(
-            lambda: check_model(spec),
-            lambda: check_devices(spec),
-            lambda: check_environment(spec),
-            lambda: check_secrets(spec),
-        )
+        return problems_of(self.spec)
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Evaluate one checkpoint after another on the same engine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import NrlError
@@ -17,10 +18,11 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.workers import environment_of
 
 
-def problems_of(*checks: Callable[[], object]) -> list[str]:
-    """The messages of the checks that raise an error meant for users."""
+def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[str]:
+    """What would stop a stage that runs a policy: the messages of the checks that raise an error meant for users."""
+    common = (check_model, check_devices, check_environment, check_secrets)
     found: list[str] = []
-    for check in checks:
+    for check in (*(partial(check, spec) for check in common), *further):
         try:
             check()
         except NrlError as error:

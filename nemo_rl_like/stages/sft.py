@@ -8,7 +8,7 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import ExperimentSpec, SftStageSpec
-from nemo_rl_like.stages.preflight import check_devices, check_environment, check_model, check_secrets, problems_of
+from nemo_rl_like.stages.preflight import problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import start_model
 from nemo_rl_like.stages.training import train
@@ -31,14 +31,8 @@ class SftStage:
 
     def preflight(self) -> list[str]:
         """Problems of model, devices, environment and data."""
-        spec = self.spec
-        return problems_of(
-            lambda: check_model(spec),
-            lambda: check_devices(spec),
-            lambda: check_environment(spec),
-            lambda: check_secrets(spec),
-            lambda: check_data(self.stage.data, environment_of(spec), spec.seed),
-        )
+        spec, data = self.spec, self.stage.data
+        return problems_of(spec, lambda: check_data(data, environment_of(spec), spec.seed))
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
