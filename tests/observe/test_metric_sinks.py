@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from nemo_rl_like.artifacts.errors import OutputFolderError
 from nemo_rl_like.observe.jsonl import read_lines
 from nemo_rl_like.observe.metrics import JsonlSink, Metrics, TensorBoardSink, read_series
-from nemo_rl_like.observe.rollouts import RolloutLog, RolloutRecord
 from nemo_rl_like.observe.timing import Timings
 
 
@@ -93,20 +92,6 @@ def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path: Path) -> No
     events.Reload()
     found = [(event.step, event.value) for event in events.Scalars("reward")]
     assert found == [(0, -1.0), (1, -1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0)]
-
-
-def test_rollouts_are_written_in_order_and_cut_back(tmp_path: Path) -> None:
-    record = RolloutRecord("t1", 0, 0, (1, 2), (3, 4), None, {"exact": 0.0}, 7, "stop", False, "5\n\u00e9")
-    log = RolloutLog(tmp_path / "rollouts.jsonl")
-    log.write(1, [record])
-    offset = log.position()
-    log.write(2, [record, record])
-    log.truncate(offset)
-    log.write(2, [record])
-    log.close()
-    rows = list(read_lines(tmp_path / "rollouts.jsonl"))
-    assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["sampled_ids"] == [3, 4] and rows[0]["response"] == "5\n\u00e9" and rows[0]["reward"] is None
 
 
 def test_timings_add_up_by_part_and_start_again() -> None:

@@ -79,7 +79,7 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
 def test_importing_the_room_loads_nothing_heavy() -> None:
     heavy = "('torch', 'ray', 'transformers', 'matplotlib', 'tensorboard', 'numpy')"
     code = (
-        "import sys, nemo_rl_like.observe.terminal, nemo_rl_like.observe.metrics, nemo_rl_like.observe.rollouts, "
+        "import sys, nemo_rl_like.observe.terminal, nemo_rl_like.observe.metrics, "
         "nemo_rl_like.observe.timing, nemo_rl_like.observe.plot\n"
         f"sys.exit(', '.join(m for m in {heavy} if m in sys.modules) or 0)"
     )
