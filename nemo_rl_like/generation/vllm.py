@@ -39,6 +39,8 @@ T = TypeVar("T")
 WORKER_EXTENSION = "nemo_rl_like.generation.vllm_worker.WorkerExtension"
 _BLOCK_TOKENS = 32
 """Tokens of one KV block, the unit in which prefixes are shared; vLLM's CPU kernels want multiples of 32."""
+_PREFILL_TOKENS = 8192
+"""Tokens that vLLM computes in one step, at least one whole prompt."""
 _CANARY_TOKENS = 2 * _BLOCK_TOKENS + 1
 """Length of the request that proves an empty prefix cache."""
 _SHUTDOWN_GRACE_S = 1.0
@@ -155,6 +157,9 @@ class VllmEngine:
             kv_cache_memory_bytes=int(engine.kv_cache_gib * 2**30),
             enforce_eager=engine.enforce_eager,
             enable_prefix_caching=True,
+            # A prompt that is cut rewinds its request's generator, which a CPU generator cannot do: vLLM's engine dies of it.
+            enable_chunked_prefill=runtime.on_cuda(),
+            max_num_batched_tokens=max(self._max_context, _PREFILL_TOKENS),
             block_size=_BLOCK_TOKENS,
             enable_sleep_mode=runtime.on_cuda(),
             logprobs_mode="processed_logprobs",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
+from nemo_rl_like.generation import vllm
 from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
 from nemo_rl_like.generation.types import Completion, Request, Sampling
 from nemo_rl_like.generation.vllm import VllmEngine
@@ -80,13 +81,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("model")
     save(tiny_llama(), folder)
     spec = EngineSpec(kind="vllm", kv_cache_gib=0.02, max_batch_rows=16, max_context=160)
-    engine = VllmEngine(
-        context(folder),
-        model_folder=str(folder),
-        dtype="float32",
-        engine=spec,
-        worker_extension=f"{__package__}.faulty_worker.FaultyWorker",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "_PREFILL_TOKENS", 192)  # so that prompts have to wait for each other
+        engine = VllmEngine(
+            context(folder),
+            model_folder=str(folder),
+            dtype="float32",
+            engine=spec,
+            worker_extension=f"{__package__}.faulty_worker.FaultyWorker",
+        )
     yield engine
     engine.close()
 
@@ -115,6 +118,14 @@ def trainer(shared_trainer: Trainer) -> Trainer:
     shared_trainer.sync(shared_trainer.step())
     shared_trainer.probe()
     return shared_trainer
+
+
+def test_more_seeded_prompts_than_fit_one_pass_are_sampled_whole(engine: VllmEngine) -> None:
+    """A prompt cut in two would rewind its request's generator, of which vLLM's engine dies on the CPU."""
+    prompts = [tuple((11 * i + 5 * j) % VOCAB for j in range(100)) for i in range(12)]
+    asked = [Request(f"long-{i}", prompt, (i,)) for i, prompt in enumerate(prompts)]
+    completions = engine.generate(asked, Sampling(max_new_tokens=4, ignore_stop=True))
+    assert [len(samples[0].ids) for samples in completions] == [4] * 12
 
 
 def requests(samples: int) -> list[Request]:
