@@ -100,7 +100,10 @@ def _load_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise InputError(f"environment.reward: {file}: cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError, NameError) as error:
+        raise InputError(f"environment.reward: {file} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 

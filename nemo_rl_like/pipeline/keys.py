@@ -21,6 +21,9 @@ from nemo_rl_like.spec.experiment import (
 KEY_FORMAT = 1
 """Raised when the meaning of a key changes."""
 
+MODEL_FIELDS = ("model.", "file.model.")
+"""How the names of what describes the model begin."""
+
 _NOT_RESULTS_STAGE = {"name", "checkpoint", "show_samples", "show_samples_every_steps"}
 _ENGINE_RESULTS = {"kind", "max_context", "dtype"}
 
@@ -60,12 +63,12 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     export = {"checkpoint"} if stage.kind == "export" else set()
     values = _flat("format", KEY_FORMAT) | _flat("version", nemo_rl_like.__version__) | _flat("seed", spec.seed)
     values |= _flat("stage", stage.model_dump(mode="json", exclude=_NOT_RESULTS_STAGE - export))
-    values |= _flat("model", spec.model.model_dump(mode="json"))
+    values |= model_ingredients(spec)
     if uses_environment(stage) and spec.environment is not None:
         values |= _flat("environment", spec.environment.model_dump(mode="json", exclude={"processes"}))
     if isinstance(stage, RlStageSpec | EvaluateStageSpec):
         values |= _flat("engine", spec.engine.model_dump(mode="json", include=_ENGINE_RESULTS))
-    values |= _flat("file", _files(stage, spec))
+    values |= _flat("file", _stage_files(stage, spec))
     values |= _flat("input", {name: {"key": key, "content": content} for name, (key, content) in inputs.items()})
     return Ingredients(values)
 
@@ -77,13 +80,19 @@ def uses_environment(stage: StageSpec) -> bool:
     return isinstance(stage, RlStageSpec | EvaluateStageSpec)
 
 
-def _files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
-    """Content hashes of the files and folders that the spec names, by dotted path."""
-    hashes: dict[str, str] = {}
+def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:
+    """What describes the model, its files by content. Raises InputError when one does not exist."""
+    hashes: dict[str, JSON] = {}
     if spec.model.path is not None:
         hashes["model.path"] = fingerprint_path(_existing("model.path", spec.model.path))
     if spec.model.tokenizer is not None and spec.model.tokenizer.path is not None:
         hashes["model.tokenizer.path"] = hash_path(_existing("model.tokenizer.path", spec.model.tokenizer.path))
+    return _flat("model", spec.model.model_dump(mode="json")) | _flat("file", hashes)
+
+
+def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
+    """Content hashes of the files that the stage reads beside the model, by dotted path."""
+    hashes: dict[str, str] = {}
     if isinstance(stage, SftStageSpec) and stage.data.path is not None:
         hashes["data.path"] = hash_path(_existing("data.path", stage.data.path))
     if uses_environment(stage) and spec.environment is not None:

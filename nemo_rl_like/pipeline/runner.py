@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from nemo_rl_like.artifacts.errors import InputError, StoppedBySignal
+from nemo_rl_like.artifacts.errors import InputError, OutputFolderError, StoppedBySignal
 from nemo_rl_like.artifacts.hashing import hash_path
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import ARTIFACT_TYPES, Artifact
-from nemo_rl_like.pipeline.keys import Ingredients, ingredients
+from nemo_rl_like.pipeline.keys import MODEL_FIELDS, Ingredients, ingredients, model_ingredients
 from nemo_rl_like.pipeline.planner import STAGE_CLASSES, Plan, PlannedStage, make_plan
 from nemo_rl_like.pipeline.records import (
     OutputRecord,
@@ -77,6 +77,8 @@ def run_pipeline(
     """
     output = Path(spec.output)
     check_output(output, start)
+    if start == "resume":
+        check_same_model(output, spec)
     plan = make_plan(spec, classes)
     plan.preflight()
     with RunFolder.open(output, start) as folder:
@@ -159,6 +161,23 @@ class _Runner:
     def artifact(self, output: OutputRecord) -> Artifact:
         """The artifact that a record describes."""
         return ARTIFACT_TYPES[output.kind](self.folder / output.path, output.content_hash)
+
+
+def check_same_model(output: Path, spec: ExperimentSpec) -> None:
+    """A run is continued with the model that it was started with: another one would clear its checkpoints.
+
+    Raises:
+        OutputFolderError: the folder holds a run of another model.
+    """
+    new = Ingredients(model_ingredients(spec))
+    for name, record in read_status(output).stages.items():
+        old = {field: value for field, value in record.made_from.items() if field.startswith(MODEL_FIELDS)}
+        changes = new.changes_from(old) if old else []
+        if changes:
+            raise OutputFolderError(
+                f"output folder {output} holds stage {name!r} of another model ({'; '.join(changes[:3])}); continue it with its "
+                "own model, replace it with --overwrite, or set `output` to another folder"
+            )
 
 
 def decide(folder: Path, record: StageRecord | None, made_from: Ingredients) -> _Decision:

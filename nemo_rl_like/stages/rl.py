@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
-from nemo_rl_like.stages.preflight import problems_of
+from nemo_rl_like.stages.preflight import check_checkpoints, check_tasks, problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.training import train
@@ -31,14 +32,18 @@ class RlStage:
         self.spec = experiment_spec
 
     def preflight(self) -> list[str]:
-        """Problems of model, devices and environment."""
-        return problems_of(self.spec)
+        """Problems of model, devices, engine, environment and prompts."""
+        splits = ["train"]
+        if self.stage.evaluate_every_steps and self.stage.evaluation is not None:
+            splits.append(self.stage.evaluation.split)
+        return problems_of(self.spec, *(partial(check_tasks, self.spec, split) for split in splits))
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec, stage = self.spec, self.stage
-        session = shared_session(spec.cluster, context.run_folder)
         model = start_model(spec, context.folder, inputs)
+        check_checkpoints(context.folder, model.identity)
+        session = shared_session(spec.cluster, context.run_folder)
         with worker_group(session) as workers:
             host_rollout(workers, spec, model.folder, model.config)
             workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")

@@ -8,7 +8,7 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import ExperimentSpec, SftStageSpec
-from nemo_rl_like.stages.preflight import problems_of
+from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import start_model
 from nemo_rl_like.stages.training import train
@@ -37,8 +37,9 @@ class SftStage:
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec = self.spec
-        session = shared_session(spec.cluster, context.run_folder)
         model = start_model(spec, context.folder, inputs)
+        check_checkpoints(context.folder, model.identity)
+        session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {
             "data": self.stage.data,
             "environment": environment_of(spec),
