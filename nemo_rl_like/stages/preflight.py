@@ -55,14 +55,24 @@ def renderer_of(spec: ExperimentSpec) -> Renderer:
     """The tokenizer that the spec names, with its chat template. Raises InputError."""
     if spec.model.tokenizer is not None:
         return Renderer(make_tokenizer(spec.model.tokenizer), "model.tokenizer")
-    return Renderer.load(str(spec.model.path))
+    return Renderer.load(_model_folder(spec))
 
 
 def config_of(spec: ExperimentSpec) -> ModelConfig:
     """The shape of the model that the spec names. Raises InputError."""
     if spec.model.init is None:
-        return ModelConfig.from_hf_folder(Path(str(spec.model.path)))
+        return ModelConfig.from_hf_folder(_model_folder(spec))
     return ModelConfig.from_init(spec.model.init, len(renderer_of(spec).tokenizer))
+
+
+def _model_folder(spec: ExperimentSpec) -> Path:
+    folder = Path(str(spec.model.path))
+    if not folder.is_dir():
+        raise InputError(
+            f"`model.path` is {spec.model.path!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face "
+            "folder, or fetch a small one with `nrl model fetch smollm2-135m`"
+        )
+    return folder
 
 
 def check_devices(spec: ExperimentSpec) -> None:
