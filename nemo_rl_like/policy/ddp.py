@@ -24,13 +24,30 @@ from nemo_rl_like.policy.megatron import (
 ForwardStep: TypeAlias = Callable[..., tuple[Tensor, Callable[[Tensor], object]]]
 
 
-def wrap_ddp(model: MegatronModel) -> DistributedDataParallel:
+class PolicyDdp(DistributedDataParallel):
+    """Megatron's DDP that sends nothing to itself: with one data-parallel rank, its shard is the whole buffer.
+
+    gloo would copy both buffers of the model onto themselves, 0.4 s a step for 135 million parameters on two cores.
+    """
+
+    def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gather the parameters' shards."""
+        if self.dp_cp_group.size() > 1:
+            super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Sum the gradients."""
+        if self.dp_cp_group.size() > 1:
+            super().finish_grad_sync(force_all_reduce=force_all_reduce)
+
+
+def wrap_ddp(model: MegatronModel) -> PolicyDdp:
     """The model with gradient buffers that are summed over data-parallel ranks, in float32."""
     config = model.config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    ddp = DistributedDataParallel(config, settings, model)
+    ddp = PolicyDdp(config, settings, model)
     ddp.broadcast_params()
     return ddp
 
