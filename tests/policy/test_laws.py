@@ -137,14 +137,15 @@ def _walk_at(temperature: float) -> Any:
     return Walk(temperature)
 
 
-def steps(
-    rank: int, world: int, port: int, folder: Path, policies: list[PolicySpec], order: list[int] | None
-) -> list[Any]:
-    """The same step under each spec, one after another in one world."""
-    return [step(rank, world, port, folder, policy, order) for policy in policies]
+Case = tuple[Path, PolicySpec, list[int] | None]
 
 
-def check(got: dict[str, Any], want: tuple[dict[str, torch.Tensor], torch.Tensor, float]) -> None:
+def steps(rank: int, world: int, port: int, cases: list[Case]) -> list[Any]:
+    """One step of each (model, spec, order of rows), one after another in one world."""
+    return [step(rank, world, port, *case) for case in cases]
+
+
+def check(got: dict[str, Any], want: tuple[dict[str, torch.Tensor], torch.Tensor | None, float]) -> None:
     gradients, flat, loss = want
     assert got["gradients"].keys() == gradients.keys()
     worst = max((got["gradients"][name] - gradients[name]).abs().max().item() for name in gradients)
@@ -154,50 +155,96 @@ def check(got: dict[str, Any], want: tuple[dict[str, torch.Tensor], torch.Tensor
         assert (got["logprobs"] - flat).abs().max() <= 1e-5
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"), tied=request.param)
-
-
+MODELS = ("tied", "untied")
 KINDS = ("shared_prefix", "packed", "padded")
 BUDGETS = (4096, 20, 1)
 """Tokens: one micro-batch, about five, one row (or the least part of a group) each."""
+ORDER = [6, 2, 0, 4, 5, 1, 3]
+ONE_GROUP = [0, 1]
+TWO_RANKS = [
+    *(
+        PolicySpec(layout=layout, micro_batch_tokens=budget)
+        for layout in (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2))
+        for budget in (4096, 20)
+    ),
+    PolicySpec(layout=LayoutSpec(pp=2), rows="padded", micro_batch_tokens=20),
+]
+Reference = tuple[dict[str, torch.Tensor], torch.Tensor, float]
 
 
-def test_gradient_is_the_plain_one_for_any_rows_and_any_micro_batches(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models with a tied and with a separate output head."""
+    return {name: make_folder(tmp_path_factory.mktemp(name), tied=name == "tied") for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def references(folders: dict[str, Path]) -> dict[str, Reference]:
+    """The float64 step of each model."""
+    return {name: reference(folder, make_batch()) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def one_rank(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Steps on one rank: each kind of rows with each budget, then another order of rows. One process makes them all."""
     policies = [PolicySpec(rows=kind, micro_batch_tokens=budget) for kind in KINDS for budget in BUDGETS]
-    want = reference(folder, make_batch())
-    for got in run_ranks(steps, 1, tmp_path, folder, policies, None):
-        check(got, want)
+    cases = [(f, p, None) for f in folders.values() for p in policies]
+    cases += [(f, PolicySpec(), ORDER) for f in folders.values()]
+    made = run_ranks(steps, 1, tmp_path_factory.mktemp("one"), cases)
+    count = len(policies)
+    return {"tied": made[:count], "untied": made[count:-2], "order": made[-2:]}
 
 
-def test_gradient_does_not_depend_on_the_order_of_rows(folder: Path, tmp_path: Path) -> None:
-    order = [6, 2, 0, 4, 5, 1, 3]
-    gradients, _, loss = reference(folder, make_batch())
-    (got,) = run_ranks(steps, 1, tmp_path, folder, [PolicySpec()], order)
-    check(got, (gradients, None, loss))
+@pytest.fixture(scope="module")
+def two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Steps on two ranks: each layout, then a single group that leaves one data-parallel rank without work."""
+    alone = [PolicySpec(layout=LayoutSpec(dp=2)), PolicySpec(layout=LayoutSpec(dp=2), rows="packed")]
+    cases: list[Case] = [(f, p, None) for f in folders.values() for p in TWO_RANKS]
+    cases += [(folders["tied"], p, ONE_GROUP) for p in alone]
+    made = run_ranks(steps, 2, tmp_path_factory.mktemp("two"), cases)
+    count = len(TWO_RANKS)
+    return {"tied": made[:count], "untied": made[count : 2 * count], "alone": made[2 * count :]}
 
 
-def test_gradient_is_the_plain_one_over_two_ranks(folder: Path, tmp_path: Path) -> None:
-    layouts = [LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2)]
-    policies = [PolicySpec(layout=layout, micro_batch_tokens=budget) for layout in layouts for budget in (4096, 20)]
-    policies.append(PolicySpec(layout=LayoutSpec(pp=2), rows="padded", micro_batch_tokens=20))
-    want = reference(folder, make_batch())
-    for got in run_ranks(steps, 2, tmp_path, folder, policies, None):
-        check(got, want)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_is_the_plain_one_for_any_rows_and_any_micro_batches(
+    name: str, one_rank: dict[str, list[Any]], references: dict[str, Reference]
+) -> None:
+    for got in one_rank[name]:
+        check(got, references[name])
 
 
-def test_a_data_parallel_rank_without_trainable_tokens_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    """All rows are one group, which stays on one rank: the other runs an empty micro-batch."""
-    policies = [PolicySpec(layout=LayoutSpec(dp=2)), PolicySpec(layout=LayoutSpec(dp=2), rows="packed")]
-    first, second = run_ranks(steps, 2, tmp_path, folder, policies, [0, 1])
-    for name, gradient in first["gradients"].items():
-        assert (gradient - second["gradients"][name]).abs().max() <= 1e-5
+def test_gradient_does_not_depend_on_the_order_of_rows(
+    one_rank: dict[str, list[Any]], references: dict[str, Reference]
+) -> None:
+    for name, got in zip(MODELS, one_rank["order"], strict=True):
+        gradients, _, loss = references[name]
+        check(got, (gradients, None, loss))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_is_the_plain_one_over_two_ranks(
+    name: str, two_ranks: dict[str, list[Any]], references: dict[str, Reference]
+) -> None:
+    for got in two_ranks[name]:
+        check(got, references[name])
+
+
+def test_a_data_parallel_rank_without_trainable_tokens_changes_nothing(
+    two_ranks: dict[str, list[Any]], folders: dict[str, Path]
+) -> None:
+    """All rows are one group, which stays on one rank under `shared_prefix`: the other runs an empty micro-batch."""
+    gradients, _, loss = reference(folders["tied"], make_batch().select(ONE_GROUP))
+    for got in two_ranks["alone"]:
+        check(got, (gradients, None, loss))
 
 
 @pytest.mark.slow
-def test_gradient_is_the_plain_one_over_four_ranks(folder: Path, tmp_path: Path) -> None:
+def test_gradient_is_the_plain_one_over_four_ranks(
+    folders: dict[str, Path], references: dict[str, Reference], tmp_path: Path
+) -> None:
     layouts = [LayoutSpec(tp=2, pp=2), LayoutSpec(dp=2, tp=2), LayoutSpec(dp=2, pp=2)]
-    want = reference(folder, make_batch())
-    for got in run_ranks(steps, 4, tmp_path, folder, [PolicySpec(layout=layout) for layout in layouts], None):
-        check(got, want)
+    cases = [(folder, PolicySpec(layout=layout), None) for folder in folders.values() for layout in layouts]
+    made = run_ranks(steps, 4, tmp_path, cases)
+    for index, got in enumerate(made):
+        check(got, references[MODELS[index // len(layouts)]])
