@@ -42,11 +42,12 @@ def gap_quantiles(current: Tensor, behavior: Tensor, mask: Tensor) -> Tensor:
     """float32 [3] quantiles of `QUANTILES`, on `current`'s device; zeros when nothing was sampled.
 
     `current` and `behavior` float32 [N]: trainer's and engine's log-probs at the sampling temperature; `mask` bool [N]:
-    the sampled tokens to compare.
+    the sampled tokens to compare. `mask` and `behavior` come from the batch, on the CPU, so nothing waits for the device.
     """
-    gaps = (current - behavior)[mask].abs()
-    if gaps.numel() == 0:
+    where = mask.nonzero()[:, 0]
+    count = where.numel()
+    if count == 0:
         return torch.zeros(len(QUANTILES), device=current.device)
-    ordered = gaps.sort().values
-    picks = [min(gaps.numel() - 1, int(q * gaps.numel())) for q in QUANTILES.values()]
-    return ordered[picks].float()
+    gaps = (current[where.to(current.device)] - behavior[where].to(current.device)).abs()
+    picks = [min(count - 1, int(q * count)) for q in QUANTILES.values()]
+    return gaps.sort().values[torch.tensor(picks, device=current.device)].float()

@@ -13,6 +13,7 @@ with runtime.quiet():
         finalize_model_grads,
     )
     from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -24,6 +25,7 @@ __all__ = [
     "DistributedOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "clip_grad_by_total_norm_fp32",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_megatron_optimizer",

@@ -21,6 +21,7 @@ from nemo_rl_like.policy.megatron import (
     DistributedOptimizer,
     OptimizerConfig,
     OptimizerParamScheduler,
+    clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
 from nemo_rl_like.spec.experiment import OptimizerSpec
@@ -94,14 +95,28 @@ class PolicyOptimizer:
         self._optimizer.zero_grad()
 
     def step(self) -> OptimizerStep | None:
-        """Clip, update the weights, and gather them over data-parallel ranks; None if a gradient is not finite."""
-        self._scheduler.step(increment=1)
+        """Clip, update the weights, and gather them over data-parallel ranks.
+
+        None if a gradient is not finite: weights, moments and schedule are then as before. Megatron's own `step` would have
+        moved them, since it looks for such gradients only where there is a loss scaler.
+        """
         with runtime.optimizer_patches():
-            ok, grad_norm, _ = self._optimizer.step()
-        if not ok or grad_norm is None or not math.isfinite(grad_norm):
-            return None
+            overflow = self._optimizer.prepare_grads()
+            norm = float(self._optimizer.get_grad_norm())
+            if overflow or not math.isfinite(norm):
+                return None
+            self._clip(norm)
+            self._scheduler.step(increment=1)
+            self._optimizer.step_with_ready_grads()
         lr = next(group["lr"] for group in self._optimizer.param_groups if group["params"])
-        return OptimizerStep(grad_norm=float(grad_norm), lr=float(lr))
+        return OptimizerStep(grad_norm=norm, lr=float(lr))
+
+    def _clip(self, norm: float) -> None:
+        """Scale every gradient so that their norm over all ranks, which is `norm`, is at most the spec's."""
+        for part in self._parts:
+            parameters = part.get_parameters()
+            if self._max_norm > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self._max_norm, total_norm=norm)
 
     def shards(self) -> Iterator[tuple[DistributedOptimizer, torch.nn.Parameter, Tensor, int, int]]:
         """Each model parameter this rank owns a part of: (part, parameter, main shard [end-start], start, end)."""

@@ -228,7 +228,7 @@ class PolicyRank:
         values = sums
         if gap is not None:
             mask = batch.loss_mask & rows[batch.row_of_token]
-            quantiles = gap_quantiles(flat, batch.behavior.to(flat.device), mask.to(flat.device))
+            quantiles = gap_quantiles(flat, batch.behavior, mask)
             values = torch.cat([sums, quantiles])
             names = (*names, *QUANTILES)
         metrics = dict(zip(names, values.tolist(), strict=True))
