@@ -47,7 +47,9 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         ).to(runtime.device())
-    WeightMap(config).load_hf(model, weights if weights is not None else ScratchReader(config, seed or 0, dtype))
+    weight_map = WeightMap(config)
+    weight_map.mark_shards(model)
+    weight_map.load_hf(model, weights if weights is not None else ScratchReader(config, seed or 0, dtype))
     return model
 
 

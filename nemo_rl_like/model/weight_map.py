@@ -25,6 +25,9 @@ Packing = Literal["vocab", "qkv", "gate_up", "columns", "whole"]
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MCORE_EMBEDDING, _MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
+_SHARD_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+"""Attributes that Megatron reads: whether a parameter is a piece, along which dimension, in how many strides."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -98,6 +101,20 @@ class WeightMap:
         with torch.no_grad():
             for name, tensor in self._local_tensors(model, reader):
                 parameters[name].copy_(tensor)
+
+    def mark_shards(self, model: MegatronModel) -> None:
+        """Tell Megatron which parameters are pieces of a tensor: the gradient norm counts those on every tensor-parallel rank,
+        and a tensor that each rank holds whole once.
+
+        Megatron marks them where it initialises weights, which `build_model` leaves out.
+        """
+        parameters = dict(model.named_parameters())
+        for entry in self.entries:
+            for name in (self._local_name(model, entry), self._tied_copy(model, entry)):
+                if name is not None:
+                    marks = (entry.packing != "whole", 1 if entry.packing == "columns" else 0, 1)
+                    for mark, value in zip(_SHARD_MARKS, marks, strict=True):
+                        setattr(parameters[name], mark, value)
 
     def scatter_hf(self, model: MegatronModel, reader: TensorReader) -> dict[str, Tensor]:
         """This rank's part of each of `reader`'s tensors (for example Adam moments), by parameter name; new tensors."""

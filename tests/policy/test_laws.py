@@ -151,6 +151,8 @@ def check(got: dict[str, Any], want: tuple[dict[str, torch.Tensor], torch.Tensor
     worst = max((got["gradients"][name] - gradients[name]).abs().max().item() for name in gradients)
     assert worst <= 1e-5, f"gradients differ by {worst}"
     assert got["metrics"]["loss"] == pytest.approx(loss, abs=1e-5)
+    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
+    assert got["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5), "what clipping divides by"
     if flat is not None:
         assert (got["logprobs"] - flat).abs().max() <= 1e-5
 
