@@ -17,6 +17,7 @@ import random
 import socket
 import sys
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,12 @@ from nemo_rl_like.cluster.context import Hosted, RankContext
 
 logger = logging.getLogger(__name__)
 
+_LIBRARY_WARNINGS = (
+    r"`torch\.distributed\.\w+` is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r"When using async grad allreduce it is recommended",
+)
+"""How the warnings begin that Megatron provokes in every run."""
 _PORTS = range(20000, 32000)  # below the ephemeral range, so that outgoing connections do not take one meanwhile
 
 
@@ -259,7 +266,16 @@ def _capture_output(path: Path) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    _quieten()
     return start
+
+
+def _quieten() -> None:
+    """Keep out of the log what libraries say at every start and nobody can act on, so that its last lines tell something."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")  # services run beside the event loop, not in it
+    for words in _LIBRARY_WARNINGS:
+        warnings.filterwarnings("ignore", message=words)
 
 
 def _text_stream(handle: int) -> TextIO:
