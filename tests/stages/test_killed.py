@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_like.checkpoint.layout import verify
 from tests.stages.killing import (
     Outcome,
     finish,
@@ -124,6 +125,32 @@ def test_twenty_kills_are_none(folder: Path, unharmed: tuple[Outcome, float]) ->
     for round_number in range(4):
         delays = [draw.uniform(0, seconds) for _ in range(5)]
         print(survive(folder, f"timed-{round_number}", delays, want))
+
+
+def test_the_same_seed_is_the_same_run_whatever_the_order_of_environments(
+    folder: Path, unharmed: tuple[Outcome, float]
+) -> None:
+    """Three environment processes, whose answers come in any order, against the one of the first run."""
+    output = folder / "again"
+    arguments = ["run", str(write_spec(folder, output)), "environment.processes=3"]
+    assert finish(arguments, folder / "again.log") == 0, (folder / "again.log").read_text()[-2000:]
+    check(folder, output, unharmed[0])
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on_from_it(
+    folder: Path, unharmed: tuple[Outcome, float]
+) -> None:
+    """The second save's first shard finds no space: the run says so, keeps step 2, and leaves nothing half-written."""
+    output, log = folder / "full", folder / "full.log"
+    arguments = ["run", str(write_spec(folder, output))]
+    assert finish(arguments, log, fault="checkpoint.mid_shard:3:enospc") == 1, log.read_text()[-2000:]
+    told = log.read_text()
+    assert "error: " in told and "is full" in told and "Earlier checkpoints are untouched" in told
+    root = output / "rl" / "checkpoints"
+    assert [p.name for p in root.iterdir()] == ["step_2"]
+    assert verify(root / "step_2").step == 2
+    assert finish(["resume", str(output)], log) == 0, log.read_text()[-2000:]
+    check(folder, output, unharmed[0])
 
 
 def test_a_stop_signal_saves_and_exits_with_75_and_is_resumed(folder: Path, unharmed: tuple[Outcome, float]) -> None:
