@@ -12,11 +12,18 @@ import typer
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cli.app import app
 
+CTRL_C = 130
+"""Exit code that Typer makes of KeyboardInterrupt."""
+
 
 def main() -> None:
     """Run the command line of this process and exit."""
     try:
         app(prog_name="nrl")
+    except SystemExit as end:
+        if end.code == CTRL_C:
+            typer.echo("stopped by Ctrl-C; a run goes on from its last checkpoint with --resume", err=True)
+        raise
     except NrlError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
