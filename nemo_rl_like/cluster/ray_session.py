@@ -14,14 +14,12 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
-
-# Ray prints this to the driver's stdout beside the error that we raise; read once, when ray is imported.
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing")
 
 import ray
 from ray.exceptions import RaySystemError
@@ -118,6 +116,10 @@ class RaySession:
                 logger.warning("Ray did not start (%s), trying again", error)
 
     def _start_local(self) -> None:
+        with answered_after():
+            self._init_ray()
+
+    def _init_ray(self) -> None:
         gpus = self.devices.count if self.devices.kind == "gpu" else 0
         cores = len(os.sched_getaffinity(0))
         ray.init(
@@ -176,6 +178,28 @@ class RaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+@contextmanager
+def answered_after() -> Iterator[None]:
+    """Ctrl-C in here is answered at the end: Ray's native code crashes at exit when its start was cut off. Twice: at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 def _ray_environ(spec: ClusterSpec) -> dict[str, str]:
