@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.cluster import interrupt
 from nemo_rl_like.cluster.errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
 from nemo_rl_like.cluster.last_words import exit_cause, read_log, tail
 from nemo_rl_like.cluster.worker import Call, WorkerInfo
@@ -129,7 +130,11 @@ class GroupClient:
         running = dict(zip(pending.done, pending.ranks, strict=True))
         end = time.monotonic() + deadline_s
         while running:
-            ready, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            left = end - time.monotonic()
+            ready, _ = ray.wait(list(running), num_returns=1, timeout=min(interrupt.POLL_S, max(0.0, left)))
+            interrupt.check()
+            if not ready and left > 0:
+                continue
             if not ready:
                 raise self._break(self._deadline_exceeded(pending.what, deadline_s, running))
             rank = running.pop(ready[0])

@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl_like.cluster import interrupt
 from nemo_rl_like.cluster.client import GroupClient, Pending, Worker
 from nemo_rl_like.cluster.context import RankContext, axis_ranks, world_size
 from nemo_rl_like.cluster.devices import threads_of_rank
@@ -168,7 +169,9 @@ def _place(name: str, ranks: int, devices: float, session: RaySession, end: floa
             )
     placement = placement_group([bundle] * ranks, strategy="PACK")
     try:
-        ray.get(placement.ready(), timeout=max(0.1, end - time.monotonic()))
+        ready = placement.ready()
+        _poll([ready], end)
+        ray.get(ready, timeout=max(0.1, end - time.monotonic()))
     except GetTimeoutError as error:
         remove_placement_group(placement)
         free = {k: v for k, v in ray.available_resources().items() if k in bundle}
@@ -239,6 +242,7 @@ def _introduce(
 
 def _gather(what: str, refs: Sequence[ray.ObjectRef], session: RaySession, end: float) -> list:
     try:
+        _poll(refs, end)
         return ray.get(list(refs), timeout=max(0.1, end - time.monotonic()))
     except GetTimeoutError as error:
         _, late = ray.wait(list(refs), num_returns=len(refs), timeout=0)
@@ -246,6 +250,14 @@ def _gather(what: str, refs: Sequence[ray.ObjectRef], session: RaySession, end: 
         raise DeadlineExceeded(what, session.spec.start_timeout_s, running) from error
     except RayError as error:
         raise ClusterStartError(f"{what} failed: {error}") from error
+
+
+def _poll(refs: Sequence[ray.ObjectRef], end: float) -> None:
+    """Wait until all are there or time is up. Raises KeyboardInterrupt after Ctrl-C."""
+    late = list(refs)
+    while late and time.monotonic() < end:
+        _, late = ray.wait(late, num_returns=len(late), timeout=interrupt.POLL_S, fetch_local=False)
+        interrupt.check()
 
 
 def _remove(actors: Sequence[ActorHandle], placement: PlacementGroup) -> None:

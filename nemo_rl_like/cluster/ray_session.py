@@ -14,18 +14,17 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
 import ray
 from ray.exceptions import RaySystemError
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.cluster import watchdog
+from nemo_rl_like.cluster import interrupt, watchdog
 from nemo_rl_like.cluster.devices import Devices, visible_devices
 from nemo_rl_like.cluster.environment import allowed, replaced_environ
 from nemo_rl_like.cluster.errors import ClusterStartError
@@ -78,8 +77,10 @@ class RaySession:
         environ.update(session._marks())
         with ExitStack() as undo:
             undo.callback(session.shutdown)
+            interrupt.install()
             session._watchdog = _start_watchdog(run_id, session._mark_of_temp_dir)
             session._connect(environ)
+            interrupt.check()
             os.environ.update(session._marks())
             session._describe()
             undo.pop_all()
@@ -116,10 +117,6 @@ class RaySession:
                 logger.warning("Ray did not start (%s), trying again", error)
 
     def _start_local(self) -> None:
-        with answered_after():
-            self._init_ray()
-
-    def _init_ray(self) -> None:
         gpus = self.devices.count if self.devices.kind == "gpu" else 0
         cores = len(os.sched_getaffinity(0))
         ray.init(
@@ -164,6 +161,7 @@ class RaySession:
             logger.warning("processes of run %s that could not be ended: %s", self.run_id, sorted(left))
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
+        interrupt.uninstall()
 
     def _end_helpers(self) -> None:
         """End Ray's Python daemons: they would sit out the second of grace that Ray gives each, one after another."""
@@ -178,28 +176,6 @@ class RaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-@contextmanager
-def answered_after() -> Iterator[None]:
-    """Ctrl-C in here is answered at the end: Ray's native code crashes at exit when its start was cut off. Twice: at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
 
 
 def _ray_environ(spec: ClusterSpec) -> dict[str, str]:

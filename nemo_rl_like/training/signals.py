@@ -6,6 +6,8 @@ import logging
 import signal
 from types import FrameType, TracebackType
 
+from nemo_rl_like.cluster import interrupt
+
 logger = logging.getLogger(__name__)
 
 SAVE_AND_STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -31,6 +33,7 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received is not None:
-            raise KeyboardInterrupt
+            interrupt.remember(number, frame)
+            return
         self.received = signal.Signals(number).name
         logger.warning("%s: will save a checkpoint after this step and stop", self.received)
