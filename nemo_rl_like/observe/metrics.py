@@ -6,35 +6,23 @@ Names: `reward`, `rewards/<name>/mean`, `kl`, `entropy`, `clip_ratio/high_mean`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from nemo_rl_like.observe.jsonl import JsonLines, read_lines
-
-
-class MetricSink(Protocol):
-    """Takes the metrics of one step."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` of `step`."""
-
-    def close(self) -> None:
-        """Flush and release."""
 
 
 class JsonlSink:
     """`metrics.jsonl`: {"step": n, "<name>": value, ...} a line; a value that is not finite is null."""
 
-    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
-        """`resume_at`: byte offset from a checkpoint; None for a new run (an existing file is an earlier run's: refused
-        by whoever guards the output folder). Raises OutputFolderError if the file is shorter than the offset."""
+    def __init__(self, path: Path) -> None:
+        """Open `path` for appending; a resumed run calls `truncate` before it writes."""
         self._lines = JsonLines(path)
-        if resume_at is not None:
-            self._lines.truncate(resume_at)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one line."""
+        """Append one line. Raises ValueError for the reserved name `step`."""
+        if "step" in values:
+            raise ValueError("a metric cannot be named `step`: each line has the step under that name")
         self._lines.append({"step": step, **values})
 
     def position(self) -> int:
@@ -42,7 +30,10 @@ class JsonlSink:
         return self._lines.position()
 
     def truncate(self, offset: int) -> None:
-        """Drop what was written after `offset`."""
+        """Drop what was written after byte `offset`, which a checkpoint kept.
+
+        Raises OutputFolderError if the file is shorter.
+        """
         self._lines.truncate(offset)
 
     def close(self) -> None:
@@ -67,25 +58,6 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
-
-
-class Metrics:
-    """Hands each step's metrics to every sink."""
-
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = tuple(sinks)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write `values` of `step` to all sinks. Raises ValueError for the reserved name `step`."""
-        if "step" in values:
-            raise ValueError("a metric cannot be named `step`: each line has the step under that name")
-        for sink in self._sinks:
-            sink.write(step, values)
-
-    def close(self) -> None:
-        """Close all sinks."""
-        for sink in self._sinks:
-            sink.close()
 
 
 def read_series(path: Path, name: str) -> list[tuple[int, float]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_like.artifacts.errors import OutputFolderError
 from nemo_rl_like.observe.jsonl import read_lines
-from nemo_rl_like.observe.metrics import JsonlSink, Metrics, TensorBoardSink, read_series
+from nemo_rl_like.observe.metrics import JsonlSink, TensorBoardSink, read_series
 from nemo_rl_like.observe.timing import Timings
 
 
@@ -30,7 +30,8 @@ def test_resume_leaves_every_step_once(
     sink.close()
     if torn:
         path.write_bytes(path.read_bytes() + b'{"step": 99, "rew')
-    resumed = JsonlSink(path, resume_at=offset)
+    resumed = JsonlSink(path)
+    resumed.truncate(offset)
     for step in range(saved, 8):
         resumed.write(step, {"reward": step / 3})
     resumed.close()
@@ -50,7 +51,7 @@ def test_a_new_sink_appends_and_position_is_the_file_size(tmp_path: Path) -> Non
 def test_a_file_shorter_than_the_checkpoint_says_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(OutputFolderError, match=r"0 bytes.*had 40"):
-        JsonlSink(path, resume_at=40)
+        JsonlSink(path).truncate(40)
 
 
 def test_every_line_is_strict_json_and_not_finite_is_null(tmp_path: Path) -> None:
@@ -68,13 +69,11 @@ def test_a_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
     assert read_series(tmp_path / "m.jsonl", "reward") == [(1, 0.5)]
 
 
-def test_fan_out_reaches_every_sink_and_guards_the_step(tmp_path: Path) -> None:
-    metrics = Metrics([JsonlSink(tmp_path / "a.jsonl"), JsonlSink(tmp_path / "b.jsonl")])
-    metrics.write(3, {"reward": 0.5})
+def test_a_metric_named_step_is_refused(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl")
     with pytest.raises(ValueError, match="`step`"):
-        metrics.write(4, {"step": 1.0})
-    metrics.close()
-    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text() == '{"step": 3, "reward": 0.5}\n'
+        sink.write(4, {"step": 1.0})
+    assert (tmp_path / "m.jsonl").read_text() == ""
 
 
 def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
