@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_rl_like.weights.errors import WeightSyncError
+from nemo_rl_like.weights.gap import gap_quantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,8 @@ def probe_gap(engine_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequ
         )
     engine = torch.tensor([x for row in engine_logprobs for x in row], dtype=torch.float64)
     trainer = torch.tensor([x for row in trainer_logprobs for x in row], dtype=torch.float64)
-    gaps = (engine - trainer).abs().nan_to_num(nan=math.inf, posinf=math.inf).sort().values
-    count = gaps.numel()
-    p50, p99 = (float(gaps[min(count - 1, int(q * count))]) for q in (0.5, 0.99))
-    return GapReport(p50=p50, p99=p99, max=float(gaps[-1]), tokens=count)
+    p50, p99, largest = gap_quantiles(engine, trainer).tolist()
+    return GapReport(p50=p50, p99=p99, max=largest, tokens=engine.numel())
 
 
 def check_gap(report: GapReport, limit: float, what: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.weights.gap import gap_quantiles
 
-QUANTILES = {"gap/p50": 0.5, "gap/p99": 0.99, "gap/max": 1.0}
-"""Metric name -> quantile of |trainer - engine| log-prob over the sampled tokens of the step, in nats."""
+GAP_METRICS = ("gap/p50", "gap/p99", "gap/max")
+"""Metric names of the quantiles of |engine - trainer| log-prob over the sampled tokens of the step, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,11 @@ class GapExceeded(NrlError):
         return (GapExceeded, (self.measured, self.limit))
 
 
-def gap_quantiles(current: Tensor, behavior: Tensor, mask: Tensor) -> Tensor:
-    """float32 [3] quantiles of `QUANTILES`, on `current`'s device; zeros when nothing was sampled.
+def rollout_gap(current: Tensor, behavior: Tensor, mask: Tensor) -> Tensor:
+    """float32 [3], the values of `GAP_METRICS`, on `current`'s device; zeros when nothing was sampled.
 
     `current` and `behavior` float32 [N]: trainer's and engine's log-probs at the sampling temperature; `mask` bool [N]:
     the sampled tokens to compare. `mask` and `behavior` come from the batch, on the CPU, so nothing waits for the device.
     """
     where = mask.nonzero()[:, 0]
-    count = where.numel()
-    if count == 0:
-        return torch.zeros(len(QUANTILES), device=current.device)
-    gaps = (current[where.to(current.device)] - behavior[where].to(current.device)).abs()
-    picks = [min(count - 1, int(q * count)) for q in QUANTILES.values()]
-    return gaps.sort().values[torch.tensor(picks, device=current.device)].float()
+    return gap_quantiles(behavior[where].to(current.device), current[where.to(current.device)])

@@ -26,7 +26,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.policy.ddp import DistributedDataParallel, run_schedule, wrap_ddp
-from nemo_rl_like.policy.gap import QUANTILES, GapExceeded, GapLimit, gap_quantiles
+from nemo_rl_like.policy.gap import GAP_METRICS, GapExceeded, GapLimit, rollout_gap
 from nemo_rl_like.policy.megatron import parallel_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.store import PolicyStore
@@ -228,12 +228,11 @@ class PolicyRank:
         values = sums
         if gap is not None:
             mask = batch.loss_mask & rows[batch.row_of_token]
-            quantiles = gap_quantiles(flat, batch.behavior, mask)
-            values = torch.cat([sums, quantiles])
-            names = (*names, *QUANTILES)
+            values = torch.cat([sums, rollout_gap(flat, batch.behavior, mask)])
+            names = (*names, *GAP_METRICS)
         metrics = dict(zip(names, values.tolist(), strict=True))
         if gap is not None and not metrics["gap/p99"] < gap.p99:
-            raise GapExceeded({name: metrics[name] for name in QUANTILES}, gap)
+            raise GapExceeded({name: metrics[name] for name in GAP_METRICS}, gap)
         if metrics.get("loss", 0.0) != metrics.get("loss", 0.0):
             raise NonFinite("the loss is not a number; the step was not made")
         return metrics
