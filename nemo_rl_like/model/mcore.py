@@ -1,4 +1,4 @@
-"""The Megatron Core names this package uses, imported with the CPU shim in place and its import warnings hidden."""
+"""The Megatron Core names that all rooms use, imported with the CPU shim in place and its import warnings hidden."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from nemo_rl_like.model import runtime
 runtime.install()
 with runtime.quiet():
     from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
@@ -17,13 +26,22 @@ with runtime.quiet():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 __all__ = [
+    "ChainedOptimizer",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "GPTModel",
     "MegatronModule",
     "ModuleSpec",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
     "parallel_state",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.layouts import MicroBatch
-from nemo_rl_like.policy.megatron import (
+from nemo_rl_like.model.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_like.policy.megatron import parallel_state
+from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

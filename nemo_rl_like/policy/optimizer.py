@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.model import runtime
-from nemo_rl_like.policy.megatron import (
+from nemo_rl_like.model.mcore import (
     ChainedOptimizer,
     DistributedDataParallel,
     DistributedOptimizer,

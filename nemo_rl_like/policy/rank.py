@@ -25,9 +25,9 @@ from nemo_rl_like.model.heads import output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.policy.ddp import DistributedDataParallel, run_schedule, wrap_ddp
 from nemo_rl_like.policy.gap import GAP_METRICS, GapExceeded, GapLimit, rollout_gap
-from nemo_rl_like.policy.megatron import parallel_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
