@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from reasoning_gym import create_dataset
 from reasoning_gym.factory import DATASETS
 
@@ -47,6 +47,8 @@ class ReasoningGymConfig(EnvironmentConfig):
     """`score_answer`: the dataset's own grader on the whole response; `first_integer`: its first whole number must be the answer."""
     enumerate_unique: bool = False
     """Draw until no new question turns up and use each once (small question spaces); `train` then defaults to all that are left."""
+    answer_pattern: str | None = None
+    """Keep only questions whose whole answer matches this regular expression, for example `[0-9]+`; default: all."""
     train: PositiveInt | None = None
     """Number of training questions; default: 2,000, or all that are left with `enumerate_unique`."""
     validation: NonNegativeInt = 0
@@ -57,6 +59,20 @@ class ReasoningGymConfig(EnvironmentConfig):
     """Seed of the split."""
     max_draws: PositiveInt = 200_000
     """Most questions drawn while looking for distinct ones."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return pattern
+
+    def wants(self, answer: object) -> bool:
+        """Whether a question with this answer is kept."""
+        return self.answer_pattern is None or re.fullmatch(self.answer_pattern, str(answer)) is not None
 
 
 class ReasoningGymSource(SingleTurnSource[ReasoningGymConfig]):
@@ -146,7 +162,8 @@ def _first(dataset: Any, config: ReasoningGymConfig) -> list[Task]:
     tasks: dict[str, Task] = {}
     for index in range(config.max_draws):
         task = _task(dataset, index)
-        tasks.setdefault(content_key(str(task.data["question"])), task)
+        if config.wants(task.data["answer"]):
+            tasks.setdefault(content_key(str(task.data["question"])), task)
         if len(tasks) == wanted:
             return list(tasks.values())
     raise SpecError(
@@ -161,14 +178,22 @@ def _enumerated(dataset: Any, config: ReasoningGymConfig) -> list[Task]:
     last = 0
     for index in range(config.max_draws):
         if index - last > max(MIN_QUIET, QUIET_DRAWS * len(tasks)):
-            return list(tasks.values())
+            return _some(tasks, config)
         task = _task(dataset, index)
-        if tasks.setdefault(str(task.data["question"]), task) is task:
+        if config.wants(task.data["answer"]) and tasks.setdefault(str(task.data["question"]), task) is task:
             last = index
     raise SpecError(
         f"environment.config.enumerate_unique: {config.max_draws} draws of {config.task} still bring new questions "
         f"({len(tasks)} so far); raise `max_draws`, or give `train` and leave `enumerate_unique` out"
     )
+
+
+def _some(tasks: dict[str, Task], config: ReasoningGymConfig) -> list[Task]:
+    if not tasks:
+        raise SpecError(
+            f"environment.config.answer_pattern: no answer of {config.task} matches {config.answer_pattern!r}; leave it out or widen it"
+        )
+    return list(tasks.values())
 
 
 def _task(dataset: Any, index: int) -> Task:

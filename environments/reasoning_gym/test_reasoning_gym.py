@@ -39,6 +39,15 @@ def test_the_two_hundred_one_digit_sums_are_each_found_once_and_twins_stay_toget
     assert not {content_key(q) for q in train} & {content_key(q) for q in test}
 
 
+def test_only_questions_with_a_wanted_answer_are_kept():
+    source = _chain_sum(answer_pattern="[0-9]+")
+    kept = [*source.tasks("train"), *source.tasks("test")]
+    assert len(kept) == 155 and len(source.tasks("test")) == 50
+    assert all(task.data["answer"].isdigit() for task in kept)
+    drawn = ReasoningGymSource(ReasoningGymConfig(task="chain_sum", train=5, test=5, answer_pattern="-[0-9]+"))
+    assert all(task.data["answer"].startswith("-") for task in [*drawn.tasks("train"), *drawn.tasks("test")])
+
+
 def test_the_seed_of_the_questions_does_not_move_the_held_out_ones():
     held = [{t.data["question"] for t in _chain_sum(seed=seed).tasks("test")} for seed in (1, 2)]
     assert held[0] == held[1]
@@ -75,6 +84,10 @@ def test_other_datasets_work_by_name_and_their_answers_score(name):
 
 
 def test_settings_that_cannot_work_say_why():
+    with pytest.raises(SpecError, match="answer_pattern: no answer of chain_sum matches 'x'"):
+        _chain_sum(answer_pattern="x")
+    with pytest.raises(ValueError, match=r"'\[' is not a regular expression"):
+        _chain_sum(answer_pattern="[")
     with pytest.raises(SpecError, match=r"'chain_sums' is unknown \(did you mean 'chain_sum'"):
         _chain_sum(task="chain_sums")
     with pytest.raises(SpecError, match="does not fit chain_sum: .*min_term"):
