@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from nemo_rl_like.algorithms.objectives import PolicyGradient
 from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 from tests.policy.ranks import run_ranks
+from tests.tiny_folders import save_llama
 
 VOCAB = 97
 TEMPERATURE = 0.7
@@ -21,21 +22,8 @@ BETA1 = 0.9
 
 
 def make_folder(path: Path, tied: bool = True) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    """The model of these laws: enough layers for two pipeline stages of two."""
+    return save_llama(path, VOCAB, layers=4, tied=tied)
 
 
 def make_batch() -> TokenBatch:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
 from nemo_rl_like.spec.experiment import LayoutSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.policy.ranks import run_ranks
 from tests.policy.step_laws import PLAIN, UPDATES, loaded, one_rank, rows_of_updates, saved
 from tests.policy.test_laws import TEMPERATURE, VOCAB, make_batch, make_folder
+from tests.tiny_folders import save_biased_qwen2
 
 PLANNING = {"rank.py:_walk", "rank.py:train_step"}
 """Which rows to walk and how many they are: the batch's own fields, on the CPU by contract."""
@@ -29,25 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 model, whose projections have biases, with none of them 0."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    path = tmp_path_factory.mktemp("biased")
-    model.save_pretrained(path)
-    return path
+    """A model whose projections have biases."""
+    return save_biased_qwen2(tmp_path_factory.mktemp("biased"), VOCAB)
 
 
 @pytest.fixture(scope="module")
