@@ -115,6 +115,12 @@ def check_tasks(spec: ExperimentSpec, split: str) -> None:
         _check_prompts(spec, source, tasks)
 
 
+def prompts_are_known_early(spec: ExperimentSpec) -> bool:
+    """Whether `check_tasks` sees the prompts; otherwise only environments that run can tell them."""
+    environment = environment_of(spec)
+    return environment is not None and isinstance(resolve(environment), SingleTurnSource)
+
+
 def _check_prompts(spec: ExperimentSpec, source: SingleTurnSource[Any], tasks: Sequence[Task]) -> None:
     renderer = renderer_of(spec)
     limit = context_tokens(spec, config_of(spec))

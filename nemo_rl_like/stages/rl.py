@@ -10,7 +10,7 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
-from nemo_rl_like.stages.preflight import check_checkpoints, check_tasks, problems_of
+from nemo_rl_like.stages.preflight import check_checkpoints, check_tasks, problems_of, prompts_are_known_early
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.training import train
@@ -46,7 +46,8 @@ class RlStage:
         session = shared_session(spec.cluster, context.run_folder)
         with worker_group(session) as workers:
             host_rollout(workers, spec, model.folder, model.config)
-            workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
+            if not prompts_are_known_early(spec):
+                workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
             with self._policy(context, model) as (policy, reference, engine):
                 rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
                 recipe = RlRecipe(stage, spec.seed, policy, reference, engine, workers, rollouts)

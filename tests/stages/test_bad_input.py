@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_rl_like.artifacts.errors import InputError, NrlError, OutputFolderError
 from nemo_rl_like.checkpoint.layout import ModelIdentity
@@ -20,7 +19,9 @@ from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.pipeline.runner import run_pipeline
 from nemo_rl_like.spec.loader import load_spec
+from nemo_rl_like.stages.preflight import prompts_are_known_early
 from tests.stages.killing import finish, write_spec
+from tests.tiny_folders import save_llama
 
 CHARACTERS = "0123456789+="
 
@@ -38,21 +39,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def whole_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with weights, tokenizer and chat template."""
-    folder = tmp_path_factory.mktemp("model")
     tokenizer = character_tokenizer(CHARACTERS)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    folder = save_llama(tmp_path_factory.mktemp("model"), len(tokenizer), positions=32)
     tokenizer.save_pretrained(str(folder))
     return folder
 
@@ -183,6 +171,12 @@ def test_one_long_prompt_among_many_is_named(tmp_path: Path) -> None:
     fractions = "environment.config={validation_fraction: 0.0, test_fraction: 0.0}"
     error = refusal(tmp_path, f"environment.prompts={prompts}", fractions)
     assert "task row-8: the prompt has" in str(error) and "max_positions" in str(error)
+
+
+@pytest.mark.parametrize(("name", "known"), [("arithmetic", True), ("calculator", False)])
+def test_only_prompts_that_a_running_environment_tells_wait_for_the_run(tmp_path: Path, name: str, known: bool) -> None:
+    spec = load_spec(write_spec(tmp_path / "spec", tmp_path / "out"), (f"environment={{name: {name}}}",))
+    assert prompts_are_known_early(spec) == known
 
 
 def test_an_empty_file_of_prompts_is_refused(tmp_path: Path) -> None:
