@@ -45,6 +45,8 @@ class AttentionCall:
 
     layout: AttentionLayout
     rotary: Rotary
+    padding: int = 0
+    """Places at the end that belong to no token; the layout does not know them."""
     qkv_format: str = "sbhd"
     """Read by Megatron: keep [s, b, heads, d], do not flatten."""
 

@@ -7,7 +7,7 @@ import torch
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import LayoutAttention, RmsNorm
-from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.forward import FP8_ALIGNMENT, MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig, transformer_config
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import (
@@ -20,7 +20,7 @@ from nemo_rl_like.model.mcore import (
 )
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.experiment import Fp8Spec, LayoutSpec
 
 
 def build_model(
@@ -30,15 +30,21 @@ def build_model(
     *,
     seed: int | None = None,
     weights: TensorReader | None = None,
+    fp8: Fp8Spec | None = None,
 ) -> MegatronModel:
     """This rank's stage and shard, with weights read from `weights` or made from `seed` (the same at every layout).
 
     Needs `runtime.init_distributed`. No weight is initialised and then thrown away.
-    Raises InputError if the layout does not fit the model, or the weights do not cover it.
+    `fp8` computes the linear layers in FP8.
+    Raises InputError if the layout does not fit the model, the weights do not cover it, or this machine lacks what `fp8` needs.
     """
     if (seed is None) == (weights is None):
         raise ValueError("give exactly one of `seed` (a model from scratch) and `weights`")
-    megatron = transformer_config(config, layout, dtype)
+    if fp8 is not None:
+        _require_fp8(config, layout, dtype, fp8)
+    if dtype is torch.float32:
+        runtime.exact_float32()
+    megatron = transformer_config(config, layout, dtype, fp8)
     with runtime.quiet():
         model = MegatronModel(
             config,
@@ -51,6 +57,28 @@ def build_model(
     weight_map.mark_shards(model)
     weight_map.load_hf(model, weights if weights is not None else ScratchReader(config, seed or 0, dtype))
     return model
+
+
+def _require_fp8(config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp8: Fp8Spec) -> None:
+    able = runtime.fp8_capability(fp8.recipe)
+    if not able.available:
+        raise InputError(
+            f"policy.fp8 (recipe {fp8.recipe}) {able.reason}; leave policy.fp8 out, or choose another recipe or GPU"
+        )
+    if dtype is not torch.bfloat16:
+        raise InputError(
+            f"policy.fp8 needs model.dtype bfloat16, which is {str(dtype).removeprefix('torch.')}; change one of them"
+        )
+    widths = {
+        "hidden_size": config.hidden_size,
+        "heads * head_dim / tp": config.heads * config.head_dim // layout.tp,
+        "intermediate_size / tp": config.intermediate_size // layout.tp,
+    }
+    for name, width in widths.items():
+        if width % FP8_ALIGNMENT:
+            raise InputError(
+                f"policy.fp8: the model's {name} is {width}, which is not a multiple of {FP8_ALIGNMENT}; leave policy.fp8 out"
+            )
 
 
 def _spec(config: ModelConfig, megatron: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:

@@ -5,13 +5,19 @@ The head is applied outside (`model.heads`), on scored tokens only and in chunks
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotary_frequencies, rotary_of
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import GPTModel, ModuleSpec, TransformerBlockSubmodules, TransformerConfig
+
+FP8_ALIGNMENT = 16
+"""FP8 matrix products take sizes that are multiples of this."""
 
 
 class MegatronModel(GPTModel):
@@ -53,6 +59,9 @@ class MegatronModel(GPTModel):
 
         A stage that is not the first reads its input from `set_input_tensor`, as Megatron's schedules do.
         """
+        padding = self._padding(input_ids)
+        if padding:
+            input_ids, position_ids = (functional.pad(x, (0, padding)) for x in (input_ids, position_ids))
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         if self._frequencies.device != position_ids.device:
             self._frequencies = self._frequencies.to(position_ids.device)
@@ -60,9 +69,17 @@ class MegatronModel(GPTModel):
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=AttentionCall(layout, rotary),
+            packed_seq_params=AttentionCall(layout, rotary, padding),
         )
-        return hidden
+        return hidden[:-padding] if padding and self.post_process else hidden
+
+    def _padding(self, input_ids: Tensor) -> int:
+        """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take."""
+        if not self.config.fp8:
+            return 0
+        rows, length = input_ids.shape
+        step = FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT)
+        return -length % step
 
 
 def select_places(hidden: Tensor, index: Tensor) -> Tensor:

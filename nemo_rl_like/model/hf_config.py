@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.spec.experiment import LayoutSpec, ModelInitSpec
+from nemo_rl_like.spec.experiment import Fp8Spec, LayoutSpec, ModelInitSpec
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +167,9 @@ class ModelConfig:
             )
 
 
-def transformer_config(config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp8: Fp8Spec | None = None
+) -> TransformerConfig:
     """Megatron's description of the model on `layout`, without weights' initialisation and without sequence parallelism.
 
     Raises InputError if the model cannot be split that way.
@@ -175,7 +177,7 @@ def transformer_config(config: ModelConfig, layout: LayoutSpec, dtype: torch.dty
     from torch.nn import functional
 
     from nemo_rl_like.model.mcore import TransformerConfig
-    from nemo_rl_like.model.runtime import quiet
+    from nemo_rl_like.model.runtime import on_cuda, quiet
 
     config.check_layout(layout)
     last = len(config.layers_of_stage(layout.pp - 1, layout.pp))
@@ -197,7 +199,7 @@ def transformer_config(config: ModelConfig, layout: LayoutSpec, dtype: torch.dty
             qk_layernorm=config.qk_norm,
             init_method_std=config.init_std,
             perform_initialization=False,
-            use_cpu_initialization=True,
+            use_cpu_initialization=not on_cuda(),
             hidden_dropout=0.0,
             attention_dropout=0.0,
             attention_softmax_in_fp32=True,
@@ -217,7 +219,22 @@ def transformer_config(config: ModelConfig, layout: LayoutSpec, dtype: torch.dty
             variable_seq_lengths=layout.pp > 1,
             moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, in dense models too
             batch_p2p_comm=False,
+            **_fp8_settings(fp8),
         )
+
+
+def _fp8_settings(fp8: Fp8Spec | None) -> dict[str, Any]:
+    if fp8 is None:
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "first_last_layers_bf16": fp8.first_bf16_layers + fp8.last_bf16_layers > 0,
+        "num_layers_at_start_in_bf16": fp8.first_bf16_layers,
+        "num_layers_at_end_in_bf16": fp8.last_bf16_layers,
+        # A kept FP8 copy of a weight would be stale in the engine, which decodes outside Megatron's schedules.
+        "disable_parameter_transpose_cache": True,
+    }
 
 
 class _Reader:

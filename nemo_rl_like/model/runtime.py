@@ -23,6 +23,8 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import cpu_shim
 
 logger = logging.getLogger(__name__)
+_RECIPE_NEEDS = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Compute capability that each recipe of `policy.fp8` needs."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -85,6 +87,26 @@ def capabilities() -> Capabilities:
     if engine.available and (major, minor) < (8, 9):
         fp8 = Capability(False, f"FP8 needs compute capability 8.9 or newer; this GPU has {major}.{minor}")
     return Capabilities(cuda=yes, transformer_engine=engine, fp8=fp8, cuda_ipc=yes)
+
+
+def fp8_capability(recipe: str) -> Capability:
+    """Whether this machine computes FP8 with a recipe of `policy.fp8`."""
+    able = capabilities().fp8
+    needed = _RECIPE_NEEDS[recipe]
+    if able.available and torch.cuda.get_device_capability() < needed:
+        major, minor = torch.cuda.get_device_capability()
+        return Capability(False, f"needs compute capability {needed[0]}.{needed[1]}; this GPU has {major}.{minor}")
+    return able
+
+
+def exact_float32() -> None:
+    """Let float32 products on a GPU be float32, not TF32; before the first of them.
+
+    Transformer Engine asks for TF32 without a way to say no but this variable of NVIDIA's libraries. With it, trainer and
+    engine would be 1e-3 apart for nothing but the shapes of their batches.
+    """
+    if on_cuda():
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 
 
 def manual_seed(seed: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import AttentionCall, rotate
@@ -17,7 +19,7 @@ with runtime.quiet():
 
 
 class TeLayoutAttention(TEDotProductAttention):
-    """Padded and packed rows on Transformer Engine's kernels; other layouts attend themselves."""
+    """Padded and packed rows on Transformer Engine's kernels; other layouts, and float32, attend themselves."""
 
     def forward(
         self,
@@ -35,12 +37,20 @@ class TeLayoutAttention(TEDotProductAttention):
             raise ValueError("this attention takes its layout from an AttentionCall")
         call = packed_seq_params
         query, key = rotate(query, call.rotary), rotate(key, call.rotary)
-        if isinstance(call.layout, CausalLayout):
-            out: Tensor = super().forward(query, key, value, None, attn_mask_type=AttnMaskType.causal)
-            return out
-        if isinstance(call.layout, PackedLayout):
-            return self._packed(query, key, value, call.layout)
-        return call.layout.attend(self.layer_number, query, key, value)
+        if not call.padding:
+            return self._attend(query, key, value, call)
+        out = self._attend(*(x[: -call.padding] for x in (query, key, value)), call)
+        return functional.pad(out, (0, 0, 0, 0, 0, call.padding))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        layout = call.layout
+        if query.dtype is not torch.float32:  # the kernels take 16-bit types only
+            if isinstance(layout, CausalLayout):
+                out: Tensor = super().forward(query, key, value, None, attn_mask_type=AttnMaskType.causal)
+                return out
+            if isinstance(layout, PackedLayout):
+                return self._packed(query, key, value, layout)
+        return layout.attend(self.layer_number, query, key, value)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
         cuts, longest = layout.cu_seqlens, layout.max_seqlen

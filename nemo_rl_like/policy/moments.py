@@ -72,3 +72,6 @@ def put_state(
                 state[kind] = piece.clone()
         if isinstance(part.optimizer, torch.optim.AdamW):
             state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=main.device)
+        else:  # Transformer Engine's FusedAdam counts by group
+            for group in part.optimizer.param_groups:
+                group["step"] = updates

@@ -90,7 +90,9 @@ class PolicyRank:
         )
         self.config = ModelConfig.from_hf_folder(Path(folder))
         weights = SafetensorsReader(Path(folder)) if initialize is None else None
-        self.model: MegatronModel = build_model(self.config, layout, DTYPES[dtype], seed=initialize, weights=weights)
+        self.model: MegatronModel = build_model(
+            self.config, layout, DTYPES[dtype], seed=initialize, weights=weights, fp8=policy.fp8
+        )
         self._ddp: DistributedDataParallel | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._store = PolicyStore(self.model, self.config, Path(folder))

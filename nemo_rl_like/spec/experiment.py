@@ -83,6 +83,19 @@ class LayoutSpec(Spec):
     """Data-parallel ranks."""
 
 
+class Fp8Spec(Spec):
+    """Linear layers computed in FP8 by Transformer Engine; weights, attention and the head stay in the model's type."""
+
+    recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """How values are scaled: one factor a tensor, one a block of 128, or one a block of 32 (Blackwell GPUs)."""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """`hybrid`: E4M3 forward and E5M2 gradients; `e4m3` for both."""
+    first_bf16_layers: NonNegativeInt = 0
+    """Layers at the start that stay in bfloat16."""
+    last_bf16_layers: NonNegativeInt = 0
+    """Layers at the end that stay in bfloat16."""
+
+
 class PolicySpec(Spec):
     """The trainable model as a service."""
 
@@ -92,6 +105,8 @@ class PolicySpec(Spec):
     """How rows share a forward pass: one prompt for its samples, laid end to end, or padded."""
     micro_batch_tokens: PositiveInt = 16384
     """Token budget of one forward-backward pass on one rank, in tokens; one longer row still makes a pass of its own."""
+    fp8: Fp8Spec | None = None
+    """Compute linear layers in FP8 (an NVIDIA GPU of the Hopper generation or newer, `model.dtype: bfloat16`); default: off."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary-sized logits exist at once, in tokens."""
     threads_per_rank: NonNegativeInt = 0
