@@ -19,7 +19,6 @@ FORMAT = 1
 SECTIONS = ("weights", "optimizer")
 STATE = "state.json"
 MANIFEST = "manifest.json"
-INDEX = "model.safetensors.index.json"
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 _STEP = re.compile(r"step_(\d+)\Z")

@@ -16,7 +16,6 @@ from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.files import atomic_write, fsync_folder, sha256_file
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.checkpoint.layout import (
-    INDEX,
     MANIFEST,
     SECTIONS,
     STATE,
@@ -30,7 +29,8 @@ from nemo_rl_like.checkpoint.layout import (
     step_name,
     verify,
 )
-from nemo_rl_like.checkpoint.shards import ShardFile, disk_full_named, index_json
+from nemo_rl_like.checkpoint.shards import disk_full_named
+from nemo_rl_like.tensors.shards import INDEX, ShardFile, index_json
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class CheckpointWriter:
     ```python
     with CheckpointWriter(root, step, model) as writer:
         folder = writer.begin()
-        ...                                  # every rank: with ShardWriter(folder, "weights", part=rank) as shards: ...
-        writer.commit(state, shards)         # shards: what all the ShardWriters returned
+        ...                                  # every rank: with section_writer(folder, "weights", rank) as shards: ...
+        writer.commit(state, shards)         # shards: what all the writers returned
     ```
     """
 
@@ -96,11 +96,14 @@ class CheckpointWriter:
     def _complete(self, state: Mapping[str, JSON], shards: list[ShardFile]) -> tuple[FileEntry, ...]:
         """Write the indices and the state; returns the entries of all files, hashing only what no shard writer did."""
         for section in SECTIONS:
-            mine = [shard for shard in shards if shard.entry.path.startswith(f"{section}/")]
-            atomic_write(self._temporary / section / INDEX, index_json(mine))
+            mine = [shard for shard in shards if shard.path.startswith(f"{section}/")]
+            try:
+                atomic_write(self._temporary / section / INDEX, index_json(mine))
+            except ValueError as error:
+                raise CheckpointError(f"{self._temporary / section}: {error}") from error
         text = json.dumps(dict(state), indent=1, sort_keys=True, allow_nan=False)
         atomic_write(self._temporary / STATE, (text + "\n").encode())
-        known = {shard.entry.path: shard.entry for shard in shards}
+        known = {shard.path: FileEntry(shard.path, shard.size, shard.sha256) for shard in shards}
         found = {p.relative_to(self._temporary).as_posix(): p for p in self._temporary.rglob("*") if p.is_file()}
         for path, entry in known.items():
             if path not in found or found[path].stat().st_size != entry.size:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.tensors.shards import INDEX, ShardFile, ShardWriter, index_json, write_shard
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -133,57 +132,39 @@ class SafetensorsReader:
             raise InputError(f"{self.source(lost[0])} lacks tensors that {INDEX} says it has: {_some(lost)}")
 
 
-class ShardWriter:
-    """Collects tensors and writes a shard whenever `shard_bytes` are full; at most one shard is in memory.
+def write_weights(folder: str | Path, tensors: Iterable[tuple[str, Tensor | None]], shard_bytes: int) -> list[Path]:
+    """Write `model.safetensors`, or `model-00001-of-00003.safetensors` and the like with an index, to `folder`.
 
-    Files get their final names (`model-00001-of-00003.safetensors`, or `model.safetensors` alone) and the index when closed.
+    At most one shard of `shard_bytes` is in memory. Returns the files: none, and no folder, if no tensor came.
+    Raises ValueError for a name that comes twice.
     """
+    target = Path(folder)
 
-    def __init__(self, folder: str | Path, shard_bytes: int) -> None:
-        if shard_bytes < 1:
-            raise ValueError(f"shard_bytes is {shard_bytes}; must be positive")
-        self._folder, self._limit = Path(folder), shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._written: list[list[str]] = []
-        self._total = 0
+    def write(index: int, held: Mapping[str, Tensor]) -> ShardFile:
+        target.mkdir(parents=True, exist_ok=True)
+        return write_shard(target, f".part-{index:05d}.safetensors", held)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor. Raises ValueError if `name` was added before."""
-        if name in self._pending or any(name in names for names in self._written):
-            raise ValueError(f"tensor {name!r} was written twice")
-        if self._pending and self._pending_bytes + tensor.nbytes > self._limit:
-            self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous().clone()
-        self._pending_bytes += tensor.nbytes
+    with ShardWriter(write, shard_bytes) as writer:
+        for name, tensor in tensors:
+            if tensor is not None:
+                writer.add(name, tensor)
+    return _name_shards(target, writer.files)
 
-    def close(self) -> list[Path]:
-        """Write what is left, name the shards and write the index; returns the files, none if no tensor was added."""
-        if self._pending:
-            self._flush()
-        count = len(self._written)
-        files: list[Path] = []
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._written):
-            file = SINGLE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            self._part(i).replace(self._folder / file)
-            files.append(self._folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            files.append(self._folder / INDEX)
-        return files
 
-    def _flush(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        save_file(self._pending, self._part(len(self._written)), metadata={"format": "pt"})
-        self._written.append(list(self._pending))
-        self._total += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
-
-    def _part(self, i: int) -> Path:
-        return self._folder / f".part-{i:05d}.safetensors"
+def _name_shards(folder: Path, parts: Sequence[ShardFile]) -> list[Path]:
+    """Give the shards the names that say how many there are, and write the index if there are several."""
+    count = len(parts)
+    named = [
+        replace(part, path=SINGLE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors")
+        for i, part in enumerate(parts)
+    ]
+    for part, shard in zip(parts, named, strict=True):
+        (folder / part.path).replace(folder / shard.path)
+    files = [folder / shard.path for shard in named]
+    if count > 1:
+        (folder / INDEX).write_bytes(index_json(named))
+        files.append(folder / INDEX)
+    return files
 
 
 def write_hf_folder(
@@ -198,14 +179,10 @@ def write_hf_folder(
     `tensors` may be the collective `WeightMap.iter_hf`: every rank must call this, and only the one that receives tensors writes.
     Returns the weight files written (none on the other ranks).
     """
-    writer = ShardWriter(folder, shard_bytes)
-    dtype = torch.float32
-    for name, tensor in tensors:
-        if tensor is not None:
-            dtype = tensor.dtype
-            writer.add(name, tensor)
-    files = writer.close()
+    files = write_weights(folder, tensors, shard_bytes)
     if files:
+        with SafetensorsReader(folder) as written:
+            dtype = written.get(written.keys()[-1]).dtype
         text = json.dumps(config.to_hf_dict(str(dtype).removeprefix("torch.")), indent=2)
         (Path(folder) / "config.json").write_text(text + "\n", encoding="utf-8")
         if tokenizer_folder is not None:

@@ -10,11 +10,11 @@ from typing import cast
 import ray
 
 from nemo_rl_like.algorithms.objectives import Objective
-from nemo_rl_like.checkpoint.shards import ShardFile
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
+from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 RANK = "nemo_rl_like.policy.rank:PolicyRank"

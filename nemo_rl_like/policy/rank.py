@@ -16,7 +16,6 @@ from torch import Tensor
 from nemo_rl_like.algorithms.objectives import Objective, Outputs, StepStats
 from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
-from nemo_rl_like.checkpoint.shards import ShardFile
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.factory import build_model
@@ -31,6 +30,7 @@ from nemo_rl_like.policy.gap import GAP_METRICS, GapExceeded, GapLimit, rollout_
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
+from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_like.checkpoint.layout import INDEX
-from nemo_rl_like.checkpoint.shards import ShardFile, ShardWriter
+from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.moments import MASTER, MOMENTS, GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
+from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
 
 class PolicyStore:
@@ -51,7 +51,7 @@ class PolicyStore:
             for _ in tensors:
                 pass
             return ()
-        writer = ShardWriter(folder, section)
+        writer = section_writer(folder, section)
         for name, tensor in tensors:
             if tensor is not None:
                 writer.add(name, tensor)

@@ -12,9 +12,10 @@ from nemo_rl_like.artifacts.types import Artifact
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import INDEX, SINGLE
+from nemo_rl_like.model.hf_io import SINGLE
 from nemo_rl_like.policy.store import copy_side_files
 from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.tensors.shards import INDEX
 
 BASE = "base"
 

@@ -16,7 +16,7 @@ import torch
 from nemo_rl_like.artifacts import faults
 from nemo_rl_like.checkpoint.layout import DiskFull, ModelIdentity
 from nemo_rl_like.checkpoint.reader import CheckpointReader
-from nemo_rl_like.checkpoint.shards import ShardWriter
+from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 
 MODEL = ModelIdentity("a" * 64, "llama")
@@ -24,11 +24,11 @@ SAVE_TWICE = """
 import sys, torch
 from pathlib import Path
 from nemo_rl_like.checkpoint.layout import ModelIdentity
-from nemo_rl_like.checkpoint.shards import ShardWriter
+from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 for step in (1, 2):
     with CheckpointWriter(Path(sys.argv[1]), step, ModelIdentity("a" * 64, "llama")) as writer:
-        with ShardWriter(writer.begin(), "weights", shard_bytes=4096) as shards:
+        with section_writer(writer.begin(), "weights", shard_bytes=4096) as shards:
             for i in range(4):
                 shards.add(f"w{i}", torch.full((1024,), float(step)))
         writer.commit({"step": step}, shards.files)
@@ -37,7 +37,7 @@ for step in (1, 2):
 
 def save(root: Path, step: int, count: int = 1024) -> Path:
     with CheckpointWriter(root, step, MODEL) as writer:
-        with ShardWriter(writer.begin(), "weights", shard_bytes=1 << 16) as shards:
+        with section_writer(writer.begin(), "weights", shard_bytes=1 << 16) as shards:
             for i in range(4):
                 shards.add(f"w{i}", torch.full((count,), float(step)))
         return writer.commit({"step": step}, shards.files)

@@ -21,7 +21,7 @@ from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader, ShardWriter
+from nemo_rl_like.model.hf_io import SafetensorsReader, write_weights
 from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
 from nemo_rl_like.model.weight_map import WeightMap
@@ -131,11 +131,7 @@ class _Rank:
         # Like moments, finished gradients are equal on all ranks that hold the same tensor.
         moments = {name: p.main_grad * 2 for name, p in model.named_parameters()}
         folder = self._scratch / case
-        writer = ShardWriter(folder, 40_000)
-        for name, tensor in weight_map.iter_hf(model, moments):
-            if tensor is not None:
-                writer.add(name, tensor)
-        writer.close()
+        write_weights(folder, weight_map.iter_hf(model, moments), 40_000)
         dist.barrier()
         with SafetensorsReader(folder) as reader:
             back = weight_map.scatter_hf(model, reader)

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import INDEX, SINGLE, SafetensorsReader, ShardWriter, write_hf_folder
+from nemo_rl_like.model.hf_io import SINGLE, SafetensorsReader, write_hf_folder, write_weights
+from nemo_rl_like.tensors.shards import INDEX
 from tests.model import tiny
 
 
@@ -57,13 +58,9 @@ def test_a_rank_that_receives_no_tensor_writes_nothing(folders: dict[str, Path],
     assert not (tmp_path / "out").exists()
 
 
-def test_the_writer_holds_at_most_one_shard(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, shard_bytes=4000)
-    for i in range(10):
-        writer.add(f"t{i}", torch.full((300,), float(i)))
-        assert writer._pending_bytes <= 4000
-    files = writer.close()
-    assert len(files) == 5
+def test_shards_are_full_and_the_index_finds_every_tensor(tmp_path: Path) -> None:
+    files = write_weights(tmp_path, ((f"t{i}", torch.full((300,), float(i))) for i in range(10)), shard_bytes=4000)
+    assert [f.name for f in files] == [*(f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)), INDEX]
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 12_000
     with SafetensorsReader(tmp_path) as reader:
@@ -71,20 +68,8 @@ def test_the_writer_holds_at_most_one_shard(tmp_path: Path) -> None:
         assert reader.shape("t3") == (300,)
 
 
-def test_a_tensor_written_twice_is_refused(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, shard_bytes=10)
-    writer.add("a", torch.zeros(4))
-    writer.add("b", torch.zeros(4))
-    for name in ("a", "b"):
-        with pytest.raises(ValueError, match=f"{name!r} was written twice"):
-            writer.add(name, torch.zeros(4))
-
-
 def _sharded(tmp_path: Path) -> Path:
-    writer = ShardWriter(tmp_path, shard_bytes=2000)
-    for i in range(6):
-        writer.add(f"t{i}", torch.zeros(200))
-    writer.close()
+    write_weights(tmp_path, ((f"t{i}", torch.zeros(200)) for i in range(6)), shard_bytes=2000)
     return tmp_path
 
 

@@ -12,9 +12,9 @@ from tests.policy.test_laws import make_folder, step
 
 def collectives(rank: int, world: int, port: int, folder: Path, policy: PolicySpec) -> dict[str, int]:
     """Calls of the buffers' collectives in one step."""
-    from nemo_rl_like.policy import megatron  # the shim comes before Megatron
+    from nemo_rl_like.model import mcore  # the shim comes before Megatron
 
-    del megatron
+    del mcore
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     calls = {"dist_reduce_scatter_func": 0, "dist_all_gather_func": 0}

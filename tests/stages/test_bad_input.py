@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl_like.artifacts.errors import InputError, NrlError, OutputFolderError
 from nemo_rl_like.checkpoint.layout import ModelIdentity
-from nemo_rl_like.checkpoint.shards import ShardWriter
+from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import character_tokenizer
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_another_model_in_the_stage_is_refused(tmp_path: Path) -
     with pytest.raises(AssertionError, match="Ray was started"):
         run_pipeline(spec)
     with CheckpointWriter(tmp_path / "out" / "rl" / "checkpoints", 2, ModelIdentity("other", "a goat")) as writer:
-        with ShardWriter(Path(writer.begin()), "weights") as shards:
+        with section_writer(Path(writer.begin()), "weights") as shards:
             shards.add("w", torch.zeros(1))
         writer.commit({}, shards.files)
     with pytest.raises(InputError, match="belongs to another model: it holds a goat"):

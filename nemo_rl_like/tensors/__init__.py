@@ -1,0 +1,1 @@
+"""Named tensors on disk: sharded safetensors, written one tensor at a time."""
