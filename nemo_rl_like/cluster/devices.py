@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,8 @@ from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.spec.experiment import ClusterSpec
 
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
+_DEVICE_FOLDER = Path("/dev")
+_GPU_NODE = re.compile(r"nvidia\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,14 @@ def threads_of_rank(asked: int, ranks: int) -> int:
 
 def _visible_gpus() -> int:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len(list(_GPU_FOLDER.iterdir())) if _GPU_FOLDER.is_dir() else 0
+    present = _present_gpus()
     if named is None or present == 0:
         return present
     shown = [name for name in named.split(",") if name.strip() and not name.strip().startswith("-")]
     return min(len(shown), present)
+
+
+def _present_gpus() -> int:
+    """GPUs that the driver lists; sandboxes that hide its list still have a device node for each."""
+    listed = len(list(_GPU_FOLDER.iterdir())) if _GPU_FOLDER.is_dir() else 0
+    return listed or sum(_GPU_NODE.fullmatch(node.name) is not None for node in _DEVICE_FOLDER.iterdir())
