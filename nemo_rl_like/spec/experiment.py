@@ -482,6 +482,14 @@ class ExperimentSpec(Spec):
     """Secrets by the environment variable that holds them."""
 
     @model_validator(mode="after")
+    def _fp8_has_its_type(self) -> ExperimentSpec:
+        if self.policy.fp8 is not None and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"`policy.fp8` needs `model.dtype: bfloat16`, which is {self.model.dtype}; change one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit(self) -> ExperimentSpec:
         names = [stage_name(s) for s in self.stages]
         twice = sorted({n for n in names if names.count(n) > 1})

@@ -76,9 +76,13 @@ def _model_folder(spec: ExperimentSpec) -> Path:
 
 
 def check_devices(spec: ExperimentSpec) -> None:
-    """A device for every rank. Raises SpecError."""
+    """A device for every rank, of a kind that computes what is asked for. Raises SpecError."""
     layout = spec.policy.layout
-    require_devices(layout.dp * layout.pp * layout.tp, spec.cluster)
+    devices = require_devices(layout.dp * layout.pp * layout.tp, spec.cluster)
+    if spec.policy.fp8 is not None and devices.kind == "cpu" and spec.cluster.address is None:
+        raise SpecError(
+            "`policy.fp8` needs an NVIDIA GPU, and this host shows none; leave it out, or run on a host with one"
+        )
 
 
 def check_engine(spec: ExperimentSpec) -> None:

@@ -156,6 +156,8 @@ def test_a_damaged_model_folder_is_refused(
         (("stages.0.updates_per_batch=5",), ("updates_per_batch", "5", "4 groups")),
         (("engine.max_context=4",), ("task row-", "5 tokens", "context is 4", "engine.max_context")),
         (("secrets={key: {env: NRL_SURELY_NOT_SET}}",), ("NRL_SURELY_NOT_SET", "export it")),
+        (("policy.fp8={}",), ("`policy.fp8`", "`model.dtype: bfloat16`", "float32")),
+        (("policy.fp8={}", "model.dtype=bfloat16"), ("`policy.fp8`", "NVIDIA GPU", "leave it out")),
     ],
 )
 def test_a_spec_that_cannot_run_is_refused(tmp_path: Path, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
