@@ -7,7 +7,8 @@ run beside each other, each to a file of its own, are put together by `report FI
 Both ask the same prompts in the same order (8 a step, 8 samples, 12 new tokens, temperature 1, constant learning rate, beta 0,
 AdamW, clipping at 1), with the same chat text and grader. Neither evaluates while it trains: the weights are kept at step 0 and
 every 5 steps, and one scorer grades them all on the 50 held-out questions (avg@4 at temperature 1, and greedy; the same draws).
-Seconds are the steps' wall time; starting, saving and scoring are apart. *Reached*: two evaluations in a row at 0.8 or above.
+Seconds are the steps' wall time; starting, saving and scoring are apart. *Reached*: two evaluations in a row at 0.8 or above,
+where TRL's leg ends; ours makes all its steps.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from peer import Question, one_rank, provenance, trl_trainer, write_json
 from rewards import first_integer
 from smollm2_curves import REACHED, reached
+from transformers import TrainerCallback
 
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.observe.jsonl import read_lines
@@ -71,22 +74,20 @@ def _options() -> argparse.Namespace:
 def _leg(options: argparse.Namespace) -> dict[str, Any]:
     folder = options.scratch / f"{options.what}-{options.seed}-{options.lr:g}"
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     spec = _spec(options, folder)
-    began = time.perf_counter()
-    steps = _train_ours(spec, folder) if options.what == "ours" else _train_trl(spec, folder, options)
-    wall = time.perf_counter() - began
-    curve = _scored(spec, folder, steps, options.threads)
+    with Scorer(spec, folder, options.threads) as scorer:
+        steps = _train_ours(spec, folder) if options.what == "ours" else _train_trl(spec, folder, options, scorer)
+        curve = _curve(steps, scorer)
     shutil.rmtree(folder)
-    training = sum(step["seconds"] for step in steps)
     return {
         "system": options.what,
         "engine": options.engine if options.what == "ours" else "transformers",
         "seed": options.seed,
         "lr": options.lr,
         "reached": reached(curve),
-        "training_seconds": round(training, 1),
+        "training_seconds": round(sum(step["seconds"] for step in steps), 1),
         "start_seconds": round(steps[0]["began"], 1),
-        "wall_seconds": round(wall, 1),
         "curve": curve,
         "measured": provenance(options.threads),
     }
@@ -120,7 +121,6 @@ def _stage(spec: ExperimentSpec) -> RlStageSpec:
 
 
 def _train_ours(spec: ExperimentSpec, folder: Path) -> list[dict[str, float]]:
-    folder.mkdir(parents=True)
     file = folder / "spec.yaml"
     file.write_text(resolved_yaml(spec))
     began = time.perf_counter()
@@ -135,33 +135,13 @@ def _train_ours(spec: ExperimentSpec, folder: Path) -> list[dict[str, float]]:
     return [{**step, "began": apart} for step in steps]
 
 
-def _train_trl(spec: ExperimentSpec, folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
+def _train_trl(
+    spec: ExperimentSpec, folder: Path, options: argparse.Namespace, scorer: Scorer
+) -> list[dict[str, float]]:
     import torch
-    from transformers import TrainerCallback
 
     torch.set_num_threads(options.threads)
-    stage = _stage(spec)
-    steps: list[dict[str, float]] = []
-    started = time.perf_counter()
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Times each step and keeps the weights every few."""
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seconds = time.perf_counter() - self.began
-            steps.append({"step": state.global_step, "seconds": seconds, "began": self.began - started})
-            if state.global_step % EVERY == 0:
-                kwargs["model"].save_pretrained(folder / f"step_{state.global_step}" / "weights")
-            if time.perf_counter() - started > 60 * options.minutes:
-                control.should_training_stop = True
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if logs and "reward" in logs:
-                steps[-1]["reward"] = float(logs["reward"])
-
+    stage, clock = _stage(spec), Clock(folder, scorer, options.minutes)
     settings = {
         "per_device_train_batch_size": stage.prompts_per_step * stage.samples_per_prompt,
         "num_generations": stage.samples_per_prompt,
@@ -170,9 +150,37 @@ def _train_trl(spec: ExperimentSpec, folder: Path, options: argparse.Namespace) 
         "learning_rate": stage.optimizer.lr,
         "seed": spec.seed,
     }
-    asked = _asked(spec)
-    trl_trainer(Path(str(spec.model.path)), asked, first_integer, [Clock()], folder, settings).train()
-    return steps
+    trl_trainer(Path(str(spec.model.path)), _asked(spec), first_integer, [clock], folder, settings).train()
+    return clock.steps
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Times each of TRL's steps, keeps the weights every few, and ends the leg once the level is reached."""
+
+    def __init__(self, folder: Path, scorer: Scorer, minutes: float) -> None:
+        self._folder, self._scorer, self._minutes = folder, scorer, minutes
+        self._started = time.perf_counter()
+        self.steps: list[dict[str, float]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the step's clock."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop it; save, score and look whether to go on, off the clock."""
+        seconds = time.perf_counter() - self._began
+        self.steps.append({"step": state.global_step, "seconds": seconds, "began": self._began - self._started})
+        if state.global_step % EVERY == 0:
+            kwargs["model"].save_pretrained(self._folder / f"step_{state.global_step}" / "weights")
+        trained = sum(step["seconds"] for step in self.steps)
+        control.should_training_stop = (
+            trained > 60 * self._minutes or reached(_curve(self.steps, self._scorer)) is not None
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Take the step's reward."""
+        if logs and "reward" in logs:
+            self.steps[-1]["reward"] = float(logs["reward"])
 
 
 def _asked(spec: ExperimentSpec) -> list[Question]:
@@ -190,41 +198,59 @@ def _asked(spec: ExperimentSpec) -> list[Question]:
 # -- one scorer for both
 
 
-def _scored(
-    spec: ExperimentSpec, folder: Path, steps: Sequence[Mapping[str, float]], threads: int
-) -> list[dict[str, Any]]:
-    """The curve: each step's training seconds and reward, and the held-out figures where weights were kept."""
-    from nemo_rl_like.generation.embedded import EmbeddedEngine
-    from nemo_rl_like.policy.rank import PolicyRank
-    from nemo_rl_like.rollout.service import RolloutService
+class Scorer:
+    """Grades the weights that a leg kept, each once, on the held-out questions."""
 
-    if spec.environment is None or _stage(spec).evaluation is None:
-        raise ValueError(f"{SPEC} must have an environment and an evaluation")
-    model, context = str(spec.model.path), one_rank(threads)
-    rank = PolicyRank(context, folder=model, policy=spec.policy, dtype="float32")
-    engine = EmbeddedEngine(context, model_handle=rank.model, engine=spec.engine)
-    service = RolloutService(
-        None,
-        environment_json=spec.environment.model_dump_json(),
-        tokenizer_folder=model,
-        run_seed=0,
-        max_context=spec.engine.max_context or rank.config.max_positions,
-    )
+    def __init__(self, spec: ExperimentSpec, folder: Path, threads: int) -> None:
+        from nemo_rl_like.generation.embedded import EmbeddedEngine
+        from nemo_rl_like.policy.rank import PolicyRank
+        from nemo_rl_like.rollout.service import RolloutService
+
+        evaluation = _stage(spec).evaluation
+        if spec.environment is None or evaluation is None:
+            raise ValueError(f"{SPEC} must have an environment and an evaluation")
+        model, context = str(spec.model.path), one_rank(threads)
+        self._folder, self._evaluation = folder, evaluation
+        self._rank = PolicyRank(context, folder=model, policy=spec.policy, dtype="float32")
+        self._engine = EmbeddedEngine(context, model_handle=self._rank.model, engine=spec.engine)
+        self._service = RolloutService(
+            None,
+            environment_json=spec.environment.model_dump_json(),
+            tokenizer_folder=model,
+            run_seed=0,
+            max_context=spec.engine.max_context or self._rank.config.max_positions,
+        )
+        self._known = {0: self._grade()}
+
+    def at(self, step: int) -> dict[str, Any]:
+        """The held-out figures after a step; empty where no weights were kept."""
+        kept = self._folder / f"step_{step}"
+        if step not in self._known and kept.exists():
+            self._rank.load(str(kept), None)
+            self._known[step] = self._grade()
+        return self._known.get(step, {})
+
+    def _grade(self) -> dict[str, Any]:
+        report = self._service.evaluate(self._evaluation, self._engine)
+        return {"heldout_avg@4": report.sampled, "heldout_greedy": report.greedy}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._service.close()
+
+
+def _curve(steps: Sequence[Mapping[str, float]], scorer: Scorer) -> list[dict[str, Any]]:
+    """Training seconds until the end of each step, its reward, and the held-out figures where weights were kept."""
     seconds = 0.0
     curve: list[dict[str, Any]] = []
-    try:
-        for step in [{"step": 0, "seconds": 0.0, "reward": None}, *steps]:
-            seconds += step["seconds"] or 0.0
-            point: dict[str, Any] = {"step": step["step"], "seconds": round(seconds, 2), "reward": step.get("reward")}
-            kept = folder / f"step_{step['step']}"
-            if kept.exists() or step["step"] == 0:
-                if kept.exists():
-                    rank.load(str(kept), None)
-                report = service.evaluate(_stage(spec).evaluation, engine)
-                point |= {"heldout_avg@4": report.sampled, "heldout_greedy": report.greedy}
-            curve.append(point)
-    finally:
-        service.close()
+    for step in [{"step": 0, "seconds": 0.0}, *steps]:
+        seconds += step["seconds"]
+        point = {"step": step["step"], "seconds": round(seconds, 2), "reward": step.get("reward")}
+        curve.append({**point, **scorer.at(int(step["step"]))})
     return curve
 
 
