@@ -1,20 +1,17 @@
 """Attention that a micro-batch lays out: rotary positions by token, and one `AttentionLayout` for all layers.
 
-Megatron hands `packed_seq_params` unchanged to the core attention of every layer. This package passes an `AttentionCall` there:
+Megatron hands `packed_seq_params` unchanged to the attention of every layer. This package passes an `AttentionCall` there:
 how rows attend (the layout) and the cosines of this micro-batch's positions. Both are made once per micro-batch, not per layer.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from nemo_rl_like.model.mcore import MegatronModule, TransformerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +71,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1.0)
+        return rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, -1.0), None, None
+        return rotated(grad, cos, -sin), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """`rotate` without autograd, for cosines and sines that broadcast with [..., d / 2]; `out` must not overlap `x`."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=direction)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
     return out
 
 
@@ -107,55 +105,3 @@ def scaled_dot_product(
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return out.transpose(1, 2)
-
-
-class LayoutAttention(MegatronModule):
-    """Megatron core attention that rotates queries and keys and lets the micro-batch's layout attend."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: object = None,
-        attention_type: str = "self",
-        cp_comm_type: str | None = None,
-        softmax_scale: float | None = None,
-        pg_collection: object = None,
-    ) -> None:
-        super().__init__(config=config)
-        expected = 1.0 / math.sqrt(config.kv_channels)
-        if attention_type != "self" or softmax_scale not in (None, expected):
-            raise ValueError(f"attention_type {attention_type!r} with softmax_scale {softmax_scale} is not supported")
-        self.layer_number = layer_number
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        attn_mask_type: object = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: AttentionCall | None = None,
-    ) -> Tensor:
-        """[s, b, heads, d] and twice [s, b, kv_heads, d], not yet rotated -> [s, b, heads * d]."""
-        if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
-            raise ValueError("this attention takes its layout from an AttentionCall; masks and biases are not accepted")
-        call = packed_seq_params
-        return call.layout.attend(self.layer_number, rotate(query, call.rotary), rotate(key, call.rotary), value)
-
-
-class RmsNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019); the signature that Megatron's specs build."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape and type."""
-        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -6,15 +6,14 @@ import torch
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.attention import LayoutAttention, RmsNorm
 from nemo_rl_like.model.forward import FP8_ALIGNMENT, MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig, transformer_config
 from nemo_rl_like.model.hf_io import TensorReader
+from nemo_rl_like.model.local_layers import RmsNorm, local_layer_spec
 from nemo_rl_like.model.mcore import (
     ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
-    get_gpt_layer_local_spec,
     get_num_layers_to_build,
     parallel_state,
 )
@@ -84,15 +83,8 @@ def _require_fp8(config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp
 def _spec(config: ModelConfig, megatron: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
     if runtime.on_cuda():
         return _transformer_engine_spec(config)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = LayoutAttention
-    if config.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
     count = get_num_layers_to_build(megatron)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(config.qk_norm)] * count, layer_norm=RmsNorm)
 
 
 def _transformer_engine_spec(config: ModelConfig) -> ModuleSpec:

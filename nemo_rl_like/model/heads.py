@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.gradients import gradient_buffer
 from nemo_rl_like.model.mcore import parallel_state
+
+_KEPT_BYTES = 1 << 29
+"""Exponentials that the forward pass may keep for the backward, in bytes; those of one chunk are kept at any size."""
+
+_CACHE_ROWS = 64
+"""Tokens whose logits pass through all elementwise steps before the next ones', so that they stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +83,15 @@ def token_logprobs(
     """Log-probs of `targets` [M] from `hidden` [M, H], differentiable in `hidden` and the head's weight.
 
     log p(y) = z_y - logsumexp(z) and entropy = logsumexp(z) - sum_v p_v z_v, with z = hidden @ weight.T / temperature.
-    The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again, but for the last chunk's, which
-    are kept. Collective over the head's tensor-parallel ranks, which hold the same `hidden` and `targets`, and so does its
+    The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again, but for the last chunks', whose
+    exponentials are kept: one chunk's, or as many as 512 MiB hold. The weight's gradient goes to DDP's buffer where there is one
+    (`model.gradients`). Collective over the head's tensor-parallel ranks, which hold the same `hidden` and `targets`, and so does its
     backward. Raises ValueError if `temperature` or `chunk_tokens` is not positive.
     """
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"temperature is {temperature} and chunk_tokens {chunk_tokens}; both must be positive")
     logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, targets, head, temperature, chunk_tokens, want_entropy
+        hidden, head.weight, targets, head, temperature, chunk_tokens, want_entropy, torch.is_grad_enabled()
     )
     return TokenOutputs(logprobs, entropy)
 
@@ -114,41 +122,46 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         want_entropy: bool,
+        with_grad: bool,
     ) -> tuple[Tensor, Tensor | None]:
         shard = _Shard(weight, head.first_token, head.real_rows, temperature)
         chunks = _chunks(hidden.shape[0], chunk_tokens)
-        kept: _Exponentials | None = None
+        keep_from = len(chunks) - (_kept_chunks(chunk_tokens, head.real_rows) if with_grad else 0)
+        kept: list[_Exponentials | None] = []
         stats = [hidden.new_zeros(0, 3, dtype=torch.float32)]
-        for part in chunks:
-            kept, stat = shard.statistics(hidden[part], targets[part], want_entropy)
+        for i, part in enumerate(chunks):
+            exponentials, stat = shard.statistics(hidden[part], targets[part], want_entropy)
+            kept.append(exponentials if i >= keep_from else None)
             stats.append(stat)
         log_norm, target_logit, mean_logit = _over_vocabulary(torch.cat(stats), head)
         entropy = log_norm - mean_logit if want_entropy else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, log_norm - mean_logit)
-        ctx.shard, ctx.chunks, ctx.group = shard, chunks, head.tp_group
-        ctx.kept = kept if any(ctx.needs_input_grad) else None
+        ctx.shard, ctx.chunks, ctx.kept, ctx.group = shard, chunks, kept, head.tp_group
         ctx.set_materialize_grads(False)
         return target_logit - log_norm, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        buffer = gradient_buffer(weight)
+        grad_weight = buffer
+        if grad_weight is None and ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_norm)
-        for part in reversed(ctx.chunks):
+        for i, part in reversed(list(enumerate(ctx.chunks))):
             chunk = _Chunk(hidden[part], targets[part], log_norm[part], entropy[part])
             grad_e = None if grad_entropy is None else grad_entropy[part]
-            kept, ctx.kept = ctx.kept, None
+            kept, ctx.kept[i] = ctx.kept[i], None
             shard.backward(chunk, kept, grad_logprobs[part], grad_e, grad_hidden[part], grad_weight)
         if ctx.group is not None and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=ctx.group)
-        to_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden.to(hidden.dtype), to_weight, None, None, None, None, None
+        to_weight = None if grad_weight is buffer or grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden.to(hidden.dtype), to_weight, None, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +202,11 @@ class _Shard:
         logits = self._logits(hidden)
         here, row = self._local(targets)
         out[:, 1] = logits.gather(1, row[:, None])[:, 0] * here
-        maximum = logits.amax(dim=1)
-        below = logits.sub_(maximum[:, None])
-        values = below.exp() if want_entropy else below.exp_()
-        total = values.sum(dim=1)
-        out[:, 0] = maximum + total.log()
-        if want_entropy:
-            out[:, 2] = maximum + torch.linalg.vecdot(values, below) / total
-        return _Exponentials(values, maximum), out
+        maximum = logits.new_empty(logits.shape[0])
+        for start in range(0, logits.shape[0], _CACHE_ROWS):
+            block = slice(start, start + _CACHE_ROWS)
+            maximum[block] = _exponentiate(logits[block], out[block], want_entropy)
+        return _Exponentials(logits, maximum), out
 
     def backward(
         self,
@@ -258,6 +268,17 @@ class _Shard:
         return here, row.clamp(0, self.real_rows - 1)
 
 
+def _exponentiate(logits: Tensor, out: Tensor, want_entropy: bool) -> Tensor:
+    """exp(logit - maximum) in place of `logits` [r, V]; fills columns 0 and 2 of `out` as `_Shard.statistics` says; maximum [r]."""
+    maximum = logits.amax(dim=1)
+    below = logits - maximum[:, None] if want_entropy else logits.sub_(maximum[:, None])
+    total = torch.exp(below, out=logits).sum(dim=1)
+    out[:, 0] = maximum + total.log()
+    if want_entropy:
+        out[:, 2] = maximum + torch.linalg.vecdot(logits, below) / total
+    return maximum
+
+
 def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
     """[M, 3] of each rank -> float32 [M] logsumexp, target logit and mean logit over the whole vocabulary."""
     if head.tp_group is None or stats.shape[0] == 0:
@@ -270,7 +291,12 @@ def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, T
     return log_norm, parts[..., 1].sum(dim=0), (share * parts[..., 2]).sum(dim=0)
 
 
+def _kept_chunks(chunk_tokens: int, vocabulary: int) -> int:
+    """Chunks of `chunk_tokens` tokens whose exponentials are kept."""
+    return max(1, _KEPT_BYTES // (chunk_tokens * max(1, vocabulary) * 4))
+
+
 def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:
-    """Slices of at most `chunk_tokens`; the short one is first, so that the last, which is kept for backward, is full."""
+    """Slices of at most `chunk_tokens`; the short one is first, so that the last ones, which are kept, are full."""
     cuts = [0, *range(tokens % chunk_tokens or chunk_tokens, tokens + 1, chunk_tokens)] if tokens else []
     return [slice(start, stop) for start, stop in pairwise(cuts)]

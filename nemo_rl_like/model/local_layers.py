@@ -1,0 +1,228 @@
+"""Megatron's layers on the CPU: its parameters and tensor-parallel sums, in few passes over memory.
+
+Every function here has a backward of its own that saves inputs only. A weight's gradient goes straight into the buffer that
+DDP keeps for it, so that it is written once and not added a second time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from nemo_rl_like.model import runtime
+from nemo_rl_like.model.attention import AttentionCall, rotate, rotated
+from nemo_rl_like.model.gradients import add_product, gradient_buffer
+from nemo_rl_like.model.mcore import ModuleSpec, TransformerConfig, get_gpt_layer_local_spec
+
+with runtime.quiet():
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        reduce_from_tensor_model_parallel_region,
+    )
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+def local_layer_spec(qk_norm: bool) -> ModuleSpec:
+    """One layer on the CPU. `qk_norm`: queries and keys pass a norm of their own."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    spec.module, layer = LocalLayer, spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    layer.self_attention.module, attention = LocalSelfAttention, layer.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = LocalColumnLinear, LocalRowLinear
+    attention.core_attention = IdentityOp  # the layout attends
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    layer.mlp.module = LocalMlp
+    layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = LocalColumnLinear, LocalRowLinear
+    return spec
+
+
+class LocalLayer(TransformerLayer):
+    """x + attention(norm(x)), then y + mlp(norm(y)); no dropout, no biases after the products."""
+
+    def forward(
+        self, hidden_states: Tensor, packed_seq_params: AttentionCall | None = None, **unused: object
+    ) -> tuple[Tensor, None]:
+        """[s, b, H] -> the same shape; the second value is Megatron's cross-attention context."""
+        attended, _ = self.self_attention(self.input_layernorm(hidden_states), packed_seq_params=packed_seq_params)
+        middle = hidden_states + attended
+        out, _ = self.mlp(self.pre_mlp_layernorm(middle))
+        return middle + out, None
+
+
+class LocalSelfAttention(SelfAttention):
+    """Projects, rotates queries and keys, and lets the micro-batch's layout attend."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: AttentionCall | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        """[s, b, H] -> [s, b, H]; the second value is the bias Megatron's attention may return."""
+        if packed_seq_params is None or attention_mask is not None:
+            raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
+        call = packed_seq_params
+        query, key, value = self._heads(hidden_states, call)
+        out: Tensor = self.linear_proj(call.layout.attend(self.layer_number, query, key, value))[0]
+        return out, None
+
+    def _heads(self, hidden_states: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [s, b, heads, d], rotated keys and plain values [s, b, kv_heads, d]."""
+        if self.config.qk_layernorm:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            return rotate(query, call.rotary), rotate(key, call.rotary), value
+        mixed = self.linear_qkv(hidden_states)[0]
+        groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        mixed = mixed.unflatten(-1, (groups, -1, width))
+        query, key, value = _SplitHeads.apply(mixed, call.rotary.cos, call.rotary.sin)
+        return query, key, value
+
+
+class LocalMlp(MLP):
+    """SwiGLU: W2 (silu(W_gate x) * W_up x)."""
+
+    def forward(self, hidden_states: Tensor, **unused: object) -> tuple[Tensor, None]:
+        """[s, b, H] -> [s, b, H]; the second value is the bias Megatron's MLP may return."""
+        gate_and_up = self.linear_fc1(hidden_states)[0]
+        out: Tensor = self.linear_fc2(_SwiGlu.apply(gate_and_up))[0]
+        return out, None
+
+
+class LocalColumnLinear(ColumnParallelLinear):
+    """x W^T with this rank's rows of W; the gradient of x is summed over the tensor-parallel ranks."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[s, b, in] -> [s, b, out / tp]; the second value is the bias Megatron's linear may leave to its caller."""
+        out = _Linear.apply(input_, self.weight, self.tp_group if self.tp_group.size() > 1 else None)
+        return (out if self.bias is None else out + self.bias), None
+
+
+class LocalRowLinear(RowParallelLinear):
+    """x W^T with this rank's columns of W and its part of x, summed over the tensor-parallel ranks."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """[s, b, in / tp] -> [s, b, out]; the second value is the bias Megatron's linear may leave to its caller."""
+        out = _Linear.apply(input_, self.weight, None)
+        if self.tp_group.size() > 1:
+            out = reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+        return out, None
+
+
+class RmsNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), in float32; the signature that Megatron's specs build."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape and type."""
+        out: Tensor = _RmsNorm.apply(x, self.weight, self.eps)
+        return out
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T. `group`: ranks over which the gradient of x is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        to_x = grad @ weight
+        summing = None if ctx.group is None else dist.all_reduce(to_x, group=ctx.group, async_op=True)
+        to_weight = None
+        if ctx.needs_input_grad[1]:
+            to_weight = add_product(gradient_buffer(weight), grad.flatten(0, -2), x.flatten(0, -2))
+        if summing is not None:
+            summing.wait()
+        return to_x, to_weight, None
+
+
+class _SwiGlu(torch.autograd.Function):
+    """[gate, up] along the last axis -> silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, dim=-1)
+        out = torch.empty_like(both)
+        to_gate, to_up = out.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
+        torch.ops.aten.silu.out(gate, out=to_up)
+        to_up.mul_(grad)
+        return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With r = 1 / sqrt(mean(x^2) + eps): y = x r w, dx = r (g w - x r^2 mean(g w x)), dw = sum over rows of g x r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        wide, upper, factor = x.float().reshape(-1, width), grad.float().reshape(-1, width), weight.float()
+        rows = scale.reshape(-1, 1)
+        product = upper * wide
+        to_weight = torch.mv(product.t(), rows[:, 0])
+        along = torch.mv(product, factor)[:, None].mul_(rows.pow(3)).div_(width)
+        to_x = torch.mul(upper, factor, out=product).mul_(rows).addcmul_(wide, along, value=-1)
+        return to_x.view(x.shape).to(x.dtype), to_weight.to(weight.dtype), None
+
+
+class _SplitHeads(torch.autograd.Function):
+    """[s, b, groups, n + 2, d]: each group's n queries, its key and its value -> heads apart, queries and keys rotated."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        count = mixed.shape[3] - 2
+        query = rotated(mixed[..., :count, :], cos, sin)
+        key = rotated(mixed[..., count : count + 1, :], cos, sin)
+        return query.flatten(2, 3), key.squeeze(3), mixed[..., count + 1, :].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, to_query: Tensor, to_key: Tensor, to_value: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = (x[..., None, :] for x in ctx.saved_tensors)
+        groups, count = to_key.shape[2], to_query.shape[2] // to_key.shape[2]
+        out = to_query.new_empty(*to_key.shape[:3], count + 2, to_key.shape[3])
+        queries = to_query.unflatten(2, (groups, count))
+        rotated(queries, cos, -sin, out=out[..., :count, :])
+        rotated(to_key[..., None, :], cos, -sin, out=out[..., count : count + 1, :])
+        out[..., count + 1, :] = to_value
+        return out, None, None
