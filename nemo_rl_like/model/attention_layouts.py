@@ -60,11 +60,10 @@ class RowBlock:
         return cls(start, start + tokens, rows, width, pad, unpad)
 
     def to_rows(self, tokens: Tensor) -> Tensor:
-        """[tokens, heads, d] of the micro-batch -> [rows, width, heads, d]; padded places hold some token's value."""
-        mine = tokens[self.start : self.stop]
+        """[stop - start, heads, d] of this block -> [rows, width, heads, d]; padded places hold some token's value."""
         if self.pad is not None and self.unpad is not None:
-            mine = _Pad.apply(mine, self.pad, self.unpad)
-        return mine.unflatten(0, (self.rows, self.width))
+            tokens = _Pad.apply(tokens, self.pad, self.unpad)
+        return tokens.unflatten(0, (self.rows, self.width))
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """[rows, width, heads, d] -> [stop - start, heads * d]."""
@@ -102,8 +101,8 @@ class PackedLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionLayout`."""
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        return _joined([_causal(block, q, k, v) for block in self.blocks])
+        parts = zip(self.blocks, *(_cut(x, self.blocks) for x in (query, key, value)), strict=True)
+        return _joined([_causal(block, q, k, v) for block, q, k, v in parts])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> PackedLayout:
         """See `AttentionLayout`."""
@@ -140,18 +139,23 @@ class PrefixBlock:
         mask = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
         return cls(prompts, own, prompt_of_response, mask)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """[tokens, heads, d] of the micro-batch -> this block's outputs, each [tokens, heads * d], prompts first."""
-        outputs = [_causal(self.prompts, q, k, v)]
+    @property
+    def parts(self) -> tuple[RowBlock, ...]:
+        """The prompts and, if there are any, the responses."""
+        return (self.prompts,) if self.responses is None else (self.prompts, self.responses)
+
+    def attend(self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+        """[tokens, heads, d] of each of `parts` -> outputs [tokens, heads * d] of each."""
+        outputs = [_causal(self.prompts, queries[0], keys[0], values[0])]
         if self.responses is not None:
-            keys, values = (self._prompt_and_own(x, self.responses) for x in (k, v))
-            rows = scaled_dot_product(self.responses.to_rows(q), keys, values, causal=False, mask=self.mask)
+            k, v = (self._prompt_and_own(*x, self.responses) for x in (keys, values))
+            rows = scaled_dot_product(self.responses.to_rows(queries[1]), k, v, causal=False, mask=self.mask)
             outputs.append(self.responses.to_tokens(rows))
         return outputs
 
-    def _prompt_and_own(self, tokens: Tensor, responses: RowBlock) -> Tensor:
-        prompt = self.prompts.to_rows(tokens).index_select(0, self.prompt_of_response)
-        return torch.cat([prompt, responses.to_rows(tokens)], dim=1)
+    def _prompt_and_own(self, prompts: Tensor, own: Tensor, responses: RowBlock) -> Tensor:
+        prompt = self.prompts.to_rows(prompts).index_select(0, self.prompt_of_response)
+        return torch.cat([prompt, responses.to_rows(own)], dim=1)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> PrefixBlock:
         """The same block with its index tensors on `device` and its mask in `dtype`."""
@@ -171,8 +175,14 @@ class SharedPrefixLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionLayout`."""
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        return _joined([part for block in self.blocks for part in block.attend(q, k, v)])
+        parts = [part for block in self.blocks for part in block.parts]
+        pieces = [_cut(x, parts) for x in (query, key, value)]
+        outputs, first = [], 0
+        for block in self.blocks:
+            stop = first + len(block.parts)
+            outputs += block.attend(*(x[first:stop] for x in pieces))
+            first = stop
+        return _joined(outputs)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SharedPrefixLayout:
         """See `AttentionLayout`."""
@@ -192,6 +202,12 @@ def similar_lengths(lengths: Sequence[int]) -> list[range]:
     if lengths:
         runs.append(range(first, len(lengths)))
     return runs
+
+
+def _cut(tokens: Tensor, blocks: Sequence[RowBlock]) -> Sequence[Tensor]:
+    """[tokens, 1, heads, d] -> [tokens, heads, d] of each block; the blocks follow one another without gaps."""
+    pieces: Sequence[Tensor] = tokens.squeeze(1).split([block.stop - block.start for block in blocks])
+    return pieces
 
 
 def _causal(block: RowBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
