@@ -6,6 +6,7 @@ how rows attend (the layout) and the cosines of this micro-batch's positions. Bo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,6 +88,16 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> T
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
     return out
+
+
+def without_padding(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], padding: int, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """`attend` on the places before the last `padding` ones of [s, b, heads, d]; zeros at those: [s, b, heads * d]."""
+    if not padding:
+        return attend(query, key, value)
+    out = attend(query[:-padding], key[:-padding], value[:-padding])
+    return functional.pad(out, (0, 0, 0, 0, 0, padding))
 
 
 def scaled_dot_product(

@@ -6,6 +6,7 @@ DDP keeps for it, so that it is written once and not added a second time.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.attention import AttentionCall, rotate, rotated
+from nemo_rl_like.model.attention import AttentionCall, rotate, rotated, without_padding
 from nemo_rl_like.model.gradients import add_product, gradient_buffer
 from nemo_rl_like.model.mcore import ModuleSpec, TransformerConfig, get_gpt_layer_local_spec
 
@@ -74,7 +75,8 @@ class LocalSelfAttention(SelfAttention):
             raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
         call = packed_seq_params
         query, key, value = self._heads(hidden_states, call)
-        out: Tensor = self.linear_proj(call.layout.attend(self.layer_number, query, key, value))[0]
+        attend = partial(call.layout.attend, self.layer_number)
+        out: Tensor = self.linear_proj(without_padding(attend, call.padding, query, key, value))[0]
         return out, None
 
     def _heads(self, hidden_states: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.attention import AttentionCall, rotate
+from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotate, without_padding
 from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout
 from nemo_rl_like.model.mcore import ModuleSpec
 
@@ -37,13 +38,9 @@ class TeLayoutAttention(TEDotProductAttention):
             raise ValueError("this attention takes its layout from an AttentionCall")
         call = packed_seq_params
         query, key = rotate(query, call.rotary), rotate(key, call.rotary)
-        if not call.padding:
-            return self._attend(query, key, value, call)
-        out = self._attend(*(x[: -call.padding] for x in (query, key, value)), call)
-        return functional.pad(out, (0, 0, 0, 0, 0, call.padding))
+        return without_padding(partial(self._attend, call.layout), call.padding, query, key, value)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        layout = call.layout
+    def _attend(self, layout: AttentionLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.dtype is not torch.float32:  # the kernels take 16-bit types only
             if isinstance(layout, CausalLayout):
                 out: Tensor = super().forward(query, key, value, None, attn_mask_type=AttnMaskType.causal)
