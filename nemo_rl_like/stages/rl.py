@@ -10,7 +10,13 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
-from nemo_rl_like.stages.preflight import check_checkpoints, check_tasks, problems_of, prompts_are_known_early
+from nemo_rl_like.stages.preflight import (
+    check_checkpoints,
+    check_first_weights,
+    check_tasks,
+    problems_of,
+    prompts_are_known_early,
+)
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.training import train
@@ -36,7 +42,8 @@ class RlStage:
         splits = ["train"]
         if self.stage.evaluate_every_steps and self.stage.evaluation is not None:
             splits.append(self.stage.evaluation.split)
-        return problems_of(self.spec, *(partial(check_tasks, self.spec, split) for split in splits))
+        checks = [partial(check_tasks, self.spec, split) for split in splits]
+        return problems_of(self.spec, partial(check_first_weights, self.spec, self.stage), *checks)
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""

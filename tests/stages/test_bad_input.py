@@ -154,6 +154,7 @@ def test_a_damaged_model_folder_is_refused(
         (("environment.prompts=no_such.jsonl",), ("no_such.jsonl",)),
         (("stages.0.optimizer.warmup_steps=99",), ("optimizer.warmup_steps", "99", "at most 16")),
         (("stages.0.updates_per_batch=5",), ("updates_per_batch", "5", "4 groups")),
+        (("engine.kind=vllm",), ("stage rl", "`model.init`", "vLLM", "engine.kind: embedded")),
         (("engine.max_context=4",), ("task row-", "5 tokens", "context is 4", "engine.max_context")),
         (("secrets={key: {env: NRL_SURELY_NOT_SET}}",), ("NRL_SURELY_NOT_SET", "export it")),
         (("policy.fp8={}",), ("`policy.fp8`", "`model.dtype: bfloat16`", "float32")),
