@@ -25,7 +25,7 @@ from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.spec.experiment import DType, EngineSpec
-from nemo_rl_like.weights.errors import WeightSyncError
+from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
@@ -52,8 +52,9 @@ class VllmEngine:
 
     Args: `context` from the worker group; `model_folder`, a Hugging Face folder with config.json and safetensors (a
     tokenizer is not used); `dtype` of weights and activations; `engine` from the spec; `start_timeout_s` and
-    `call_timeout_s` bound the start and each call, in seconds; `worker_extension`, the class that vLLM mixes into its
-    workers. The folder's weights are version 0.
+    `call_timeout_s` bound the start and each call, in seconds; `tensor_parallel`, the processes that share the model, each
+    with its part of the threads; `worker_extension`, the class that vLLM mixes into its workers. The folder's weights are
+    version 0.
 
     Raises InputError if the package is not installed well enough for vLLM to find its plugin.
     """
@@ -71,6 +72,7 @@ class VllmEngine:
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         vllm_plugin.require_registered()
+        self._name = f"engine rank {context.rank}"
         config = ModelConfig.from_hf_folder(model_folder)
         self._vocab_size = config.vocab_size
         self._max_context = min(engine.max_context or config.max_positions, config.max_positions)
@@ -81,8 +83,8 @@ class VllmEngine:
         self._running = 0
         self._serial = itertools.count()
         self._unlinked: list[str] = []
-        threads = engine.threads or context.threads or len(os.sched_getaffinity(0))
-        os.environ.update(_environment(threads, engine.enforce_eager, start_timeout_s))
+        threads = (engine.threads or context.threads or len(os.sched_getaffinity(0))) // tensor_parallel
+        os.environ.update(_environment(max(1, threads), engine.enforce_eager, start_timeout_s))
         self._loop = _LoopThread()
         start = self._start(model_folder, engine.dtype or dtype, engine, tensor_parallel, worker_extension)
         self._loop.run(start, start_timeout_s, "the start of vLLM")
@@ -109,9 +111,15 @@ class VllmEngine:
         """Read, verify and load new weights, drop the prefix cache, and prove that it is empty.
 
         `version` must be the handle's and not below the current one. Raises WeightSyncError naming the tensors or the
-        step that failed. If wrong bytes arrived, the old weights stay in use; after a later failure the engine refuses
-        to generate until an update succeeds.
+        step that failed, and this replica. If wrong bytes arrived, the old weights stay in use; after a later failure the
+        engine refuses to generate until an update succeeds.
         """
+        with told_of(self._name):
+            source = self._accepted(version, handle)
+            return self._loop.run(self._update(source), self._call_timeout, f"the weight sync of version {version}")
+
+    def _accepted(self, version: int, handle: SharedMemoryHandle | None) -> SharedMemoryHandle:
+        """The handle, if it is of the version that was asked for and that is not an old one."""
         if handle is None:
             raise WeightSyncError(f"weight sync of version {version}: vLLM needs the handle of the published weights")
         if handle.manifest.version != version:
@@ -122,7 +130,7 @@ class VllmEngine:
             raise WeightSyncError(
                 f"weight sync of version {version}: an old version; the engine holds {self._version} already"
             )
-        return self._loop.run(self._update(handle), self._call_timeout, f"the weight sync of version {version}")
+        return handle
 
     def sleep(self) -> None:
         """Give back GPU memory (weights to the CPU, KV cache dropped). On the CPU there is nothing to give."""
@@ -261,16 +269,17 @@ class VllmEngine:
             )
         answers = await self._llm.collective_rpc("nrl_update_weights", args=(handle.to_json(), self._expected))
         reports = [WorkerReport.from_json(answer) for answer in answers]
+        refused = [report.error for report in reports if report.error is not None]
+        if len(refused) < len(reports):  # a worker has loaded something
+            self._broken = f"the weight sync of version {version} did not succeed"
+        if refused:
+            raise WeightSyncError(refused[0])
         for report in reports:
-            if report.error is not None:
-                raise WeightSyncError(report.error)
-            compare(handle.manifest, report.checksums, expected=self._expected)
-        consumed = frozenset(name for report in reports for name in report.consumed)
-        self._broken = f"the weight sync of version {version} did not succeed"
-        compare(handle.manifest, reports[0].checksums, consumed, self._expected)
+            compare(handle.manifest, report.checksums, report.consumed, self._expected)
         await self._reset_prefix_cache(version)
         self._version, self._broken = version, None
-        return SyncReport(version, reports[0].checksums, consumed, handle.manifest.nbytes, time.monotonic() - started)
+        first, seconds = reports[0], time.monotonic() - started
+        return SyncReport(version, first.checksums, frozenset(first.consumed), handle.manifest.nbytes, seconds)
 
     async def _reset_prefix_cache(self, version: int) -> None:
         """Drop the prefix cache; the canary, asked at the start and after each update, must then find nothing in it."""

@@ -19,7 +19,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.spec.experiment import EngineSpec
-from nemo_rl_like.weights.errors import WeightSyncError
+from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare
 
 logger = logging.getLogger(__name__)
@@ -113,10 +113,13 @@ class RunEngine:
             self.version = version
             return {}
         handle = self.policy.publish(version)
-        for report in self._update(version, handle):
-            compare(handle.manifest, report.checksums, report.consumed)
-            if report.version != version:
-                raise WeightSyncError(f"weight sync of version {version}: an engine says it holds {report.version}")
+        for rank, report in enumerate(self._update(version, handle)):
+            with told_of(f"engine rank {rank}"):
+                compare(handle.manifest, report.checksums, report.consumed)
+                if report.version != version:
+                    raise WeightSyncError(
+                        f"weight sync of version {version}: the engine says it holds {report.version}"
+                    )
         self.policy.withdraw()
         self.version = version
         return self.probe()
@@ -128,9 +131,9 @@ class RunEngine:
         rows = probe_prompts(self.config.vocab_size, count=self.spec.probe_prompts, tokens=tokens)
         trainer = self.policy.score(rows)
         worst = {"probe/p99": 0.0, "probe/max": 0.0}
-        for replica, engine in enumerate(self._everywhere("score", rows, what="probe prompts")):
+        for rank, engine in enumerate(self._everywhere("score", rows, what="probe prompts")):
             gap = probe_gap(cast(list[list[float]], engine), trainer)
-            what = f"probe prompts at weight version {self.version}, engine rank {replica}"
+            what = f"probe prompts at weight version {self.version}, engine rank {rank}"
             check_gap(gap, self.spec.max_gap_p99, what)
             worst = {"probe/p99": max(worst["probe/p99"], gap.p99), "probe/max": max(worst["probe/max"], gap.max)}
         return worst

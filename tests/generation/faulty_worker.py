@@ -19,10 +19,12 @@ class FaultyWorker(WorkerExtension):
     """The product's extension with planted faults."""
 
     fault = ""
+    rank: int
+    """vLLM's number of this worker."""
 
-    def plant(self, fault: str) -> None:
-        """Do `fault` from now on: `skip`, `flip`, `unread`, `stale_head`, `old_bytes` or nothing."""
-        self.fault = fault
+    def plant(self, fault: str, rank: int | None = None) -> None:
+        """Do `fault` from now on (in the worker `rank` only): `skip`, `flip`, `unread`, `stale_head`, `stale` or nothing."""
+        self.fault = fault if rank in (None, self.rank) else ""
 
     def nrl_read(self, handle: SharedMemoryHandle) -> Iterator[tuple[str, Tensor, str]]:
         for name, tensor, digest in WorkerExtension.nrl_read(self, handle):
@@ -35,6 +37,8 @@ class FaultyWorker(WorkerExtension):
             yield name, tensor, digest
 
     def nrl_load(self, tensors: Sequence[tuple[str, Tensor]]) -> set[str]:
+        if self.fault == "stale":  # says that it loaded all, and keeps the old
+            return {name for name, _ in tensors}
         if self.fault == "skip":
             tensors = [(name, tensor) for name, tensor in tensors if name != Q]
         return WorkerExtension.nrl_load(self, tensors)
