@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,8 @@ from nemo_rl_like.weights.manifest import Manifest, TensorEntry, checksum, dtype
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
+_MOST_THREADS = 8
+"""Most threads that copy and hash at one end; neither holds the interpreter."""
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
@@ -77,29 +80,33 @@ class SharedMemorySender:
         self._descriptor: int | None = None
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> SharedMemoryHandle:
-        """Copy `tensors` (Hugging Face name, tensor), one at a time, and describe them.
+        """Copy `tensors` (Hugging Face name, tensor) on several threads, a few at a time, and describe them.
 
-        Raises WeightSyncError if a name comes twice or nothing comes, OSError if memory runs out.
+        A tensor must not change before this returns. Raises WeightSyncError if a name comes twice or nothing comes, OSError
+        if memory runs out.
         """
         self.close()
         self._descriptor = descriptor = os.memfd_create(f"nrl-weights-{version}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        entries: dict[str, TensorEntry] = {}
+        copies: list[Future[TensorEntry]] = []
         offsets: list[int] = []
+        names: set[str] = set()
         end = 0
-        for name, tensor in tensors:
-            if name in entries:
-                raise WeightSyncError(f"weight sync of version {version}: tensor {name} was sent twice")
-            data = tensor_bytes(tensor)
-            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-            end = offsets[-1] + data.nbytes
-            _write(descriptor, data, offsets[-1])
-            entries[name] = TensorEntry(
-                name, tuple(tensor.shape), dtype_name(tensor.dtype), data.nbytes, checksum(data)
-            )
+        threads = _threads()
+        with ThreadPoolExecutor(threads, "publish") as pool:
+            for name, tensor in tensors:
+                if name in names:
+                    raise WeightSyncError(f"weight sync of version {version}: tensor {name} was sent twice")
+                names.add(name)
+                offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+                end = offsets[-1] + tensor.nbytes
+                copies.append(pool.submit(_copy, descriptor, offsets[-1], name, tensor))
+                if len(copies) > 2 * threads:
+                    copies[-2 * threads - 1].result()  # tensors that wait for a thread take memory
+            entries = tuple(copy.result() for copy in copies)
         if not entries:
             raise WeightSyncError(f"weight sync of version {version}: no tensors were given")
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        manifest = Manifest(version, tuple(entries.values()))
+        manifest = Manifest(version, entries)
         logger.debug("published version %d: %d tensors, %d bytes", version, len(entries), manifest.nbytes)
         inode = os.fstat(descriptor).st_ino
         return SharedMemoryHandle(manifest, tuple(offsets), os.getpid(), descriptor, inode, place())
@@ -122,21 +129,40 @@ class SharedMemorySender:
 def read(handle: SharedMemoryHandle) -> Iterator[tuple[str, Tensor, str]]:
     """The receiving end: (name, tensor, sha256 of the bytes read), one at a time, in the sender's order.
 
-    The tensors are views of the shared memory and keep it alive; writing to one changes nobody else's.
+    The tensors are views of the shared memory and keep it alive; writing to one changes nobody else's. The bytes are
+    hashed on several threads, ahead of what was yielded.
     Raises WeightSyncError if the sender has gone or published something newer, or is on another node.
     """
     memory = _map(handle)
-    view = memoryview(memory)
-    middle = len(handle.manifest.entries) // 2
-    for index, (entry, offset) in enumerate(zip(handle.manifest.entries, handle.offsets, strict=True)):
-        if index == middle:
-            faults.point("sync.mid")
-        if offset + entry.nbytes > len(view):
-            raise WeightSyncError(
-                f"weight sync of version {handle.manifest.version}: tensor {entry.name} ends at byte {offset + entry.nbytes}, "
-                f"but the shared memory has {len(view)}"
-            )
-        yield entry.name, _tensor(memory, entry, offset), checksum(view[offset : offset + entry.nbytes])
+    entries = handle.manifest.entries
+    pieces = [_piece(memory, handle, index) for index in range(len(entries))]
+    with ThreadPoolExecutor(_threads(), "hashing") as hashing:
+        for index, digest in enumerate(hashing.map(checksum, pieces)):
+            if index == len(entries) // 2:
+                faults.point("sync.mid")
+            yield entries[index].name, _tensor(memory, entries[index], handle.offsets[index]), digest
+
+
+def _piece(memory: mmap.mmap, handle: SharedMemoryHandle, index: int) -> memoryview:
+    """The bytes of one entry."""
+    entry, start = handle.manifest.entries[index], handle.offsets[index]
+    end = start + entry.nbytes
+    if end > len(memory):
+        raise WeightSyncError(
+            f"weight sync of version {handle.manifest.version}: tensor {entry.name} ends at byte {end}, "
+            f"but the shared memory has {len(memory)}"
+        )
+    return memoryview(memory)[start:end]
+
+
+def _threads() -> int:
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _copy(descriptor: int, offset: int, name: str, tensor: Tensor) -> TensorEntry:
+    data = tensor_bytes(tensor)
+    _write(descriptor, data, offset)
+    return TensorEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), data.nbytes, checksum(data))
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:
