@@ -58,9 +58,22 @@ def test_positions_and_seeds_are_independent_streams() -> None:
         assert abs(float(shifted.mean())) < 5 * (1 / 12) / math.sqrt(shifted.numel())
 
 
-def test_a_draw_does_not_depend_on_the_other_rows() -> None:
+@pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 3000])
+def test_a_draw_inverts_the_cumulative_distribution(vocab: int) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(9, 101) * 5
+    logits = torch.randn(500, vocab) * 3
+    u = uniforms(seeds_tensor(range(500)), torch.zeros(500, dtype=torch.int64))
+    tokens, _ = draw(logits, u, 0.9)
+    exact = (logits.double() / 0.9).softmax(-1)
+    above = exact.cumsum(-1).gather(1, tokens[:, None])[:, 0]
+    below = above - exact.gather(1, tokens[:, None])[:, 0]
+    assert bool((below - 1e-6 <= u).all() and (u <= above + 1e-6).all())
+
+
+@pytest.mark.parametrize("vocab", [101, 1000])
+def test_a_draw_does_not_depend_on_the_other_rows(vocab: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(9, vocab) * 5
     u = uniforms(seeds_tensor(range(9)), torch.arange(9))
     tokens, logprobs = draw(logits, u, 0.8)
     for i in range(9):
@@ -74,6 +87,15 @@ def test_a_token_of_probability_zero_is_never_drawn(u: float) -> None:
     logits = torch.tensor([[-math.inf, 0.3, -200.0, 0.1, -math.inf, -math.inf]])
     tokens, _ = draw(logits, torch.tensor([u], dtype=torch.float64), 1.0)
     assert tokens.item() in (1, 3)
+
+
+@given(st.floats(0, 1, exclude_max=True), st.sets(st.integers(0, 299), min_size=1, max_size=5))
+@settings(deadline=None)
+def test_blocks_without_probability_are_never_drawn_from(u: float, possible: set[int]) -> None:
+    logits = torch.full((1, 300), -math.inf)
+    logits[0, list(possible)] = torch.linspace(-80.0, 0.0, len(possible))
+    tokens, logprobs = draw(logits, torch.tensor([u], dtype=torch.float64), 1.0)
+    assert tokens.item() in possible and bool(logprobs.isfinite())
 
 
 def test_the_largest_uniform_still_draws_a_token_of_the_vocabulary() -> None:

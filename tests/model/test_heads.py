@@ -102,6 +102,30 @@ def test_no_more_logits_than_a_chunk_exist_at_once() -> None:
     assert biggest == 16
 
 
+@pytest.mark.parametrize(("budget", "again"), [(0, 3), (2 * 16 * 5000 * 4, 2), (10**9, 0)])
+def test_the_backward_computes_only_the_logits_that_the_budget_did_not_keep(
+    monkeypatch: pytest.MonkeyPatch, budget: int, again: int
+) -> None:
+    monkeypatch.setattr("nemo_rl_like.model.heads._KEPT_BYTES", budget)
+    hidden, head, targets = draw(64, 4, 5000, 0, 2)
+    products = 0
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal products
+            out = func(*args, **(kwargs or {}))
+            products += func is torch.ops.aten.mm.default and out.shape == (16, 5000)
+            return out
+
+    with Count():
+        out = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=16, want_entropy=True)
+        out.logprobs.sum().backward()
+    assert products == 4 + again
+    exact = hidden.detach().double().requires_grad_()
+    (exact @ head.weight.detach().double().t()).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+    assert hidden.grad is not None and torch.allclose(hidden.grad.double(), exact.grad, atol=2e-5)
+
+
 def test_a_second_backward_gives_the_same_gradient() -> None:
     hidden, head, targets = draw(5, 6, 17, 0, 3)
     loss = token_logprobs(hidden, head, targets, temperature=1.0, chunk_tokens=2).logprobs.sum()
