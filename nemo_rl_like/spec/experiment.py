@@ -153,8 +153,13 @@ class EngineSpec(Spec):
     """Prompts whose log-probs are compared between engine and trainer after each weight sync."""
     probe_tokens: PositiveInt = 64
     """Length of one probe prompt, in tokens; one less than the context if that is shorter."""
-    max_gap_p99: PositiveFloat = 1e-3
-    """Largest 99 % quantile of |engine - trainer| log-prob, in nats; float32 default, about 0.3 for bfloat16."""
+    max_gap_p99: PositiveFloat | None = None
+    """Largest 99 % quantile of |engine - trainer| log-prob, in nats; default: 0.001 if both compute in float32, else 0.3."""
+
+    def gap_limit(self, model_dtype: DType) -> float:
+        """`max_gap_p99`, or its default for a trainer that computes in `model_dtype`; in nats."""
+        exact = model_dtype == "float32" and self.dtype in (None, "float32")
+        return self.max_gap_p99 or (1e-3 if exact else 0.3)
 
 
 class EnvironmentSpec(Spec):

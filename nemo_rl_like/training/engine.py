@@ -18,7 +18,7 @@ from nemo_rl_like.generation.types import Completion, Request, Sampling, SyncRep
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.gap import GapLimit
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.experiment import DType, EngineSpec
 from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare
 
@@ -65,16 +65,18 @@ class RunEngine:
     group: WorkerGroup
     config: ModelConfig
     owns_group: bool
+    max_gap: float
+    """Largest 99 % quantile of |engine - trainer| log-prob, in nats."""
     version: int = 0
 
     @classmethod
-    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: str, config: ModelConfig) -> RunEngine:
+    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: DType, config: ModelConfig) -> RunEngine:
         """Start the engine: on the policy's own ranks (embedded), or as vLLM replicas that read `folder` first."""
         session = policy.group.session
         if spec.kind == "embedded":
             kwargs: dict[str, object] = {"model_handle": Hosted(policy.service, "model"), "engine": spec}
             policy.group.host(SERVICE, EMBEDDED, kwargs)
-            return cls(spec, policy, policy.group, config, owns_group=False)
+            return cls(spec, policy, policy.group, config, owns_group=False, max_gap=spec.gap_limit(dtype))
         group = WorkerGroup.start(
             "engine",
             session=session,
@@ -90,7 +92,7 @@ class RunEngine:
             "call_timeout_s": session.spec.step_timeout_s,
         }
         group.host(SERVICE, VLLM, kwargs)
-        return cls(spec, policy, group, config, owns_group=True)
+        return cls(spec, policy, group, config, owns_group=True, max_gap=spec.gap_limit(dtype))
 
     def client(self) -> EngineClient:
         """What the rollout worker calls."""
@@ -99,7 +101,7 @@ class RunEngine:
 
     def gap_limit(self) -> GapLimit:
         """Limit on the gap of rollout tokens at the current version."""
-        return GapLimit(self.spec.max_gap_p99, self.version)
+        return GapLimit(self.max_gap, self.version)
 
     def sync(self, version: int) -> dict[str, float]:
         """Bring the policy's weights to the engine as `version` and prove it; returns metrics.
@@ -134,7 +136,7 @@ class RunEngine:
         for rank, engine in enumerate(self._everywhere("score", rows, what="probe prompts")):
             gap = probe_gap(cast(list[list[float]], engine), trainer)
             what = f"probe prompts at weight version {self.version}, engine rank {rank}"
-            check_gap(gap, self.spec.max_gap_p99, what)
+            check_gap(gap, self.max_gap, what)
             worst = {"probe/p99": max(worst["probe/p99"], gap.p99), "probe/max": max(worst["probe/max"], gap.max)}
         return worst
 

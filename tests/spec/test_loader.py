@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec
+from nemo_rl_like.spec.experiment import DType, EngineSpec
 from nemo_rl_like.spec.loader import json_schema, load_spec, resolved_yaml, spec_hash
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
 
@@ -289,3 +290,12 @@ def test_the_json_schema_refuses_unknown_keys_and_knows_extends() -> None:
     assert schema["additionalProperties"] is False
     assert isinstance(schema["properties"], dict) and "extends" in schema["properties"]
     assert json.loads(json.dumps(schema)) == schema
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "limit"),
+    [("float32", None, 1e-3), ("float32", "bfloat16", 0.3), ("bfloat16", None, 0.3), ("bfloat16", "float32", 0.3)],
+)
+def test_the_log_prob_gap_that_is_allowed_goes_with_the_precision(model: DType, engine: DType, limit: float) -> None:
+    assert EngineSpec(dtype=engine).gap_limit(model) == limit
+    assert EngineSpec(dtype=engine, max_gap_p99=0.05).gap_limit(model) == 0.05
