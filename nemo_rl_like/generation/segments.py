@@ -16,8 +16,9 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
-_MEMORY, _SEMAPHORE = "psm_", "sem.mp-"
-"""How the names begin that Python's multiprocessing gives to shared memory and semaphores."""
+_MEMORY, _SEMAPHORE, _RANKS = "psm_", "sem.mp-", "vllm_dist_"
+"""How the names begin that Python's multiprocessing gives to shared memory and semaphores, and that vLLM's CPU build
+gives to what its tensor-parallel ranks share."""
 
 
 def descendants(pid: int) -> set[int]:
@@ -46,11 +47,16 @@ def mapped_inodes(pids: Iterable[int]) -> set[int]:
 
 
 def unlink_segments(inodes: set[int]) -> list[str]:
-    """Remove the names of multiprocessing's shared memory and semaphores with these inodes; returns those removed."""
+    """Remove the names of vLLM's shared memory and semaphores with these inodes.
+
+    Returns those removed of which Python's helper process was told, because their makers want to remove them again.
+    """
     removed = []
     for path in _FOLDER.iterdir():
-        if path.name.startswith((_MEMORY, _SEMAPHORE)) and _inode(path) in inodes:
-            path.unlink(missing_ok=True)
+        if not path.name.startswith((_MEMORY, _SEMAPHORE, _RANKS)) or _inode(path) not in inodes:
+            continue
+        path.unlink(missing_ok=True)
+        if not path.name.startswith(_RANKS):
             resource_tracker.unregister(*_tracked(path.name))
             removed.append(path.name)
     logger.debug("removed the names of %d shared-memory segments", len(removed))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.types import Completion, Request, Sampling, SyncReport
 from nemo_rl_like.generation.vllm import VllmEngine
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.experiment import DType, EngineSpec
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 from .tiny_models import Q
@@ -22,26 +22,29 @@ class FaultyEngine(VllmEngine):
         context: RankContext,
         *,
         model_folder: str,
+        dtype: DType,
         engine: EngineSpec,
-        start_timeout_s: float,
         tensor_parallel: int = 1,
+        start_timeout_s: float = 600.0,
+        call_timeout_s: float = 3600.0,
     ) -> None:
         super().__init__(
             context,
             model_folder=model_folder,
-            dtype="float32",
+            dtype=dtype,
             engine=engine,
             tensor_parallel=tensor_parallel,
             start_timeout_s=start_timeout_s,
+            call_timeout_s=call_timeout_s,
             worker_extension=f"{__package__}.faulty_worker.FaultyWorker",
         )
         self._fault = ""
         self._asked: list[str] = []
 
-    def plant(self, fault: str) -> None:
-        """Do `fault` from now on: one of the worker's, or `false_report`."""
+    def plant(self, fault: str, worker: int | None = None) -> None:
+        """Do `fault` from now on: one of vLLM's workers' (of all, or of one), or `false_report`."""
         self._fault = fault
-        self._loop.run(self._llm.collective_rpc("plant", args=(fault,)), 30, "planting a fault")
+        self._loop.run(self._llm.collective_rpc("plant", args=(fault, worker)), 30, "planting a fault")
 
     def asked(self) -> list[str]:
         """Ids of the requests since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.generation import vllm_plugin
-from nemo_rl_like.generation.segments import descendants
+from nemo_rl_like.generation.segments import descendants, mapped_inodes, unlink_segments
 
 from .tiny_models import save, tiny_llama
 
@@ -77,3 +78,12 @@ def test_a_process_whose_owner_is_gone_already_ends_at_once() -> None:
     code = "from nemo_rl_like.generation.vllm_plugin import register; register()"
     env = os.environ | {vllm_plugin.OWNER_ENV: str(gone.pid)}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == -signal.SIGKILL
+
+
+def test_what_tensor_parallel_ranks_share_loses_its_name_and_keeps_its_memory() -> None:
+    """vLLM's CPU ranks make it without Python's helper process, which therefore must not be told."""
+    path = Path(f"/dev/shm/vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0")
+    path.write_bytes(b"x" * 4096)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as memory:
+        assert unlink_segments(mapped_inodes([os.getpid()])) == []
+        assert not path.exists() and memory[:2] == b"xx"
