@@ -8,11 +8,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 
-def save_llama(folder: Path, vocab: int, *, layers: int = 2, positions: int = 64, tied: bool = True) -> Path:
-    """Write a Llama of width 32, 4 query and 2 key/value heads."""
+def save_llama(
+    folder: Path, vocab: int, *, layers: int = 2, positions: int = 64, tied: bool = True, head_dim: int = 8
+) -> Path:
+    """Write a Llama of width 32, 4 query and 2 key/value heads. vLLM on the CPU wants heads of width 32."""
     torch.manual_seed(0)
     shape = _shape(vocab, layers, positions, tied)
-    LlamaForCausalLM(LlamaConfig(**shape, head_dim=8, initializer_range=0.1)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**shape, head_dim=head_dim, initializer_range=0.1)).save_pretrained(folder)
     return folder
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import ClusterSpec, EngineSpec, PolicySpec
+from nemo_rl_like.training import engine as engine_module
 from nemo_rl_like.training.engine import SERVICE, RunEngine
 from nemo_rl_like.weights.errors import WeightSyncError
 
@@ -35,11 +35,11 @@ def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunEngin
     start = ClusterSpec(object_store_gib=0.1, start_timeout_s=300, devices=2)
     with RaySession.start(start, tmp_path_factory.mktemp("run")) as session:
         policy = Policy.start(session, PolicySpec(threads_per_rank=1), folder, "float32")
-        group = WorkerGroup.start("engine", session=session, axes={"replica": REPLICAS}, threads=1, devices=0.0)
-        kwargs: dict[str, object] = {"model_folder": str(folder), "engine": SPEC, "start_timeout_s": 300}
-        group.host(SERVICE, f"{__package__}.faulty_engine:FaultyEngine", kwargs)
-        yield RunEngine(SPEC, policy, group, ModelConfig.from_hf_folder(folder), owns_group=True)
-        group.shutdown()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "VLLM", f"{__package__}.faulty_engine:FaultyEngine")
+            engine = RunEngine.start(SPEC, policy, folder, "float32", ModelConfig.from_hf_folder(folder))
+        yield engine
+        engine.close()
         policy.group.shutdown()
     assert not {f for f in set(os.listdir("/dev/shm")) - files if f.startswith(("psm_", "sem."))}
 
