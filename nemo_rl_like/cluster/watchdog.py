@@ -2,8 +2,8 @@
 
 `python -I -S watchdog.py DRIVER_PID DRIVER_START RUN_ID TEMP_DIR` leaves the driver's process tree, prints its process
 id, and waits until the driver has ended or sends SIGUSR1. Then it kills every process of the run and removes their shared-memory segments
-and Ray's temporary folder. A process belongs to the run if its environment holds `NRL_RUN_ID=<run id>` or its command
-line names the temporary folder.
+and Ray's temporary folder. A process belongs to the run if its environment holds `NRL_RUN_ID=<run id>`, its command line
+names the temporary folder, or such a process is its parent: one that renames itself overwrites its environment.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _SETTLE_SECONDS = 0.1
 _IN_CREATE = 0x100
 _PROC = Path("/proc")
 _SHARED = "/dev/shm/"
-_STARTED = 19
-"""Index of `starttime` among the fields of /proc/<pid>/stat that follow the command's name (proc_pid_stat(5))."""
+_STATE, _PARENT, _STARTED = 0, 1, 19
+"""Index of `state`, `ppid` and `starttime` among the fields of /proc/<pid>/stat that follow the command's name
+(proc_pid_stat(5))."""
+_INODE = 4
+"""Index of `inode` among the fields of /proc/<pid>/maps."""
 
 
 def start_time(pid: int) -> str:
@@ -40,20 +43,39 @@ def start_time(pid: int) -> str:
 def processes_of_run(run_id: str, temp_dir: str) -> set[int]:
     """Ids of the live processes that belong to the run; never this process, never zombies."""
     marks = (f"{RUN_ID_ENV}={run_id}".encode(), temp_dir.encode())
-    return {pid for pid in _all_processes() if pid != os.getpid() and _belongs(_PROC / str(pid), *marks)}
+    processes = _all_processes()
+    found = {pid for pid in processes if _belongs(_PROC / str(pid), *marks)}
+    children: dict[int, list[int]] = {}
+    for pid in processes:
+        fields = _stat_fields(_PROC / str(pid))
+        if fields and fields[_STATE] != "Z":
+            children.setdefault(int(fields[_PARENT]), []).append(pid)
+    waiting = list(found)
+    while waiting:
+        young = set(children.get(waiting.pop(), [])) - found
+        found |= young
+        waiting += young
+    return found - {os.getpid()}
 
 
 def segments_of(pids: Iterable[int]) -> set[str]:
-    """Paths of the named shared-memory segments that these processes have mapped."""
-    found: set[str] = set()
+    """Paths of the named shared memory and semaphores that these processes have mapped.
+
+    Found by inode: a semaphore is mapped before it has its name (sem_open(3)).
+    """
+    inodes: set[int] = set()
     for pid in pids:
         try:
             lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
         except OSError:  # it ended while we looked, or belongs to somebody else
             continue
-        paths = (line[line.index(_SHARED) :] for line in lines if _SHARED in line)
-        found.update(path for path in paths if not path.endswith(" (deleted)"))
-    return found
+        inodes.update(int(line.split(None, 5)[_INODE]) for line in lines if _SHARED in line)
+    return {
+        os.path.join(folder, entry.name)
+        for folder, _, _ in os.walk(_SHARED)
+        for entry in os.scandir(folder)
+        if entry.inode() in inodes
+    }
 
 
 def command_line(pid: int) -> str:

@@ -131,6 +131,35 @@ def test_kill_run_takes_the_run_and_nobody_else() -> None:
         other.wait()
 
 
+HIDDEN = """
+import ctypes, multiprocessing, subprocess, sys, time
+made = multiprocessing.get_context("spawn").Lock()
+name = made._semlock.name
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env={})
+print(child.pid, name, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_child_that_hides_its_environment_and_a_semaphore_are_found() -> None:
+    """vLLM's processes rename themselves, which overwrites what /proc shows of their environment."""
+    mine = subprocess.Popen(
+        [sys.executable, "-c", HIDDEN],
+        env={**os.environ, "NRL_RUN_ID": "test-hidden"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert mine.stdout is not None
+    child, name = mine.stdout.readline().split()
+    semaphore = f"/dev/shm/sem.{name.removeprefix('/')}"
+    found = processes_of_run("test-hidden", "/no/such/folder")
+    assert {mine.pid, int(child)} <= found
+    assert semaphore in segments_of(found)
+    assert kill_run("test-hidden", "/no/such/folder") == set()
+    mine.wait(5)
+    assert not os.path.exists(semaphore) and not os.path.exists(f"/proc/{child}/exe")
+
+
 def test_a_token_without_a_file_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
