@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec
-from nemo_rl_like.spec.experiment import DType, EngineSpec
+from nemo_rl_like.spec.experiment import DType, EngineSpec, ExperimentSpec, RlStageSpec, SftStageSpec
 from nemo_rl_like.spec.loader import json_schema, load_spec, resolved_yaml, spec_hash
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
 
