@@ -51,10 +51,9 @@ class VllmEngine:
     """One vLLM replica, in processes of its own that end with this one.
 
     Args: `context` from the worker group; `model_folder`, a Hugging Face folder with config.json and safetensors (a
-    tokenizer is not used); `dtype` of weights and activations; `engine` from the spec; `start_timeout_s` and
-    `call_timeout_s` bound the start and each call, in seconds; `tensor_parallel`, the processes that share the model, each
-    with its part of the threads; `worker_extension`, the class that vLLM mixes into its workers. The folder's weights are
-    version 0.
+    tokenizer is not used); `dtype` of weights and activations; `engine` from the spec, whose `tensor_parallel` processes
+    share the model, each with its part of the threads; `start_timeout_s` and `call_timeout_s` bound the start and each call,
+    in seconds; `worker_extension`, the class that vLLM mixes into its workers. The folder's weights are version 0.
 
     Raises InputError if the package is not installed well enough for vLLM to find its plugin.
     """
@@ -66,7 +65,6 @@ class VllmEngine:
         model_folder: str,
         dtype: DType,
         engine: EngineSpec,
-        tensor_parallel: int = 1,
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 3600.0,
         worker_extension: str = WORKER_EXTENSION,
@@ -83,10 +81,10 @@ class VllmEngine:
         self._running = 0
         self._serial = itertools.count()
         self._unlinked: list[str] = []
-        threads = (engine.threads or context.threads or len(os.sched_getaffinity(0))) // tensor_parallel
+        threads = (engine.threads or context.threads or len(os.sched_getaffinity(0))) // engine.tensor_parallel
         os.environ.update(_environment(max(1, threads), engine.enforce_eager, start_timeout_s))
         self._loop = _LoopThread()
-        start = self._start(model_folder, engine.dtype or dtype, engine, tensor_parallel, worker_extension)
+        start = self._start(model_folder, engine.dtype or dtype, engine, worker_extension)
         self._loop.run(start, start_timeout_s, "the start of vLLM")
 
     @property
@@ -149,9 +147,7 @@ class VllmEngine:
         self._loop.close()
         gc.collect()  # vLLM's cycles end now: its finaliser would fail while the interpreter ends
 
-    async def _start(
-        self, folder: str, dtype: DType, engine: EngineSpec, tensor_parallel: int, worker_extension: str
-    ) -> None:
+    async def _start(self, folder: str, dtype: DType, engine: EngineSpec, worker_extension: str) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -171,7 +167,7 @@ class VllmEngine:
             block_size=_BLOCK_TOKENS,
             enable_sleep_mode=runtime.on_cuda(),
             logprobs_mode="processed_logprobs",
-            tensor_parallel_size=tensor_parallel,
+            tensor_parallel_size=engine.tensor_parallel,
             worker_extension_cls=worker_extension,
             disable_log_stats=True,
             use_tqdm_on_load=False,

@@ -137,6 +137,8 @@ class EngineSpec(Spec):
     """`embedded` decodes on the policy's own weights; `vllm` runs vLLM beside it."""
     replicas: PositiveInt = 1
     """vLLM replicas."""
+    tensor_parallel: PositiveInt = 1
+    """Processes (GPUs) that share the model of one vLLM replica; must divide the model's heads."""
     max_context: PositiveInt | None = None
     """Longest prompt plus response, in tokens; default: the model's."""
     max_batch_rows: PositiveInt = 256

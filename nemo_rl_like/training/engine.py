@@ -82,7 +82,7 @@ class RunEngine:
             session=session,
             axes={"replica": spec.replicas},
             threads=spec.threads,
-            devices=1.0 if session.devices.kind == "gpu" else 0.0,
+            devices=float(spec.tensor_parallel) if session.devices.kind == "gpu" else 0.0,
         )
         kwargs = {
             "model_folder": str(folder),

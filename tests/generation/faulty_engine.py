@@ -24,7 +24,6 @@ class FaultyEngine(VllmEngine):
         model_folder: str,
         dtype: DType,
         engine: EngineSpec,
-        tensor_parallel: int = 1,
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 3600.0,
     ) -> None:
@@ -33,7 +32,6 @@ class FaultyEngine(VllmEngine):
             model_folder=model_folder,
             dtype=dtype,
             engine=engine,
-            tensor_parallel=tensor_parallel,
             start_timeout_s=start_timeout_s,
             call_timeout_s=call_timeout_s,
             worker_extension=f"{__package__}.faulty_worker.FaultyWorker",

@@ -28,8 +28,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyEngine]:
     files = set(os.listdir("/dev/shm"))
     folder = save(tiny_llama(), tmp_path_factory.mktemp("model"))
     place = RankContext("engine", 0, 1, {"replica": 1}, {"replica": 0}, "127.0.0.1", 0, 2, Path("log"), "localhost")
-    spec = EngineSpec(kind="vllm", kv_cache_gib=0.02, max_batch_rows=16, max_context=160)
-    engine = FaultyEngine(place, model_folder=str(folder), dtype="float32", engine=spec, tensor_parallel=2)
+    spec = EngineSpec(kind="vllm", kv_cache_gib=0.02, max_batch_rows=16, max_context=160, tensor_parallel=2)
+    engine = FaultyEngine(place, model_folder=str(folder), dtype="float32", engine=spec)
     assert not set(os.listdir("/dev/shm")) - files, "the names go once the engine runs"
     yield engine
     engine.close()

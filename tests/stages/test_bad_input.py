@@ -157,6 +157,7 @@ def test_a_damaged_model_folder_is_refused(
         (("engine.kind=vllm",), ("stage rl", "`model.init`", "vLLM", "engine.kind: embedded")),
         (("engine.max_context=4",), ("task row-", "5 tokens", "context is 4", "engine.max_context")),
         (("secrets={key: {env: NRL_SURELY_NOT_SET}}",), ("NRL_SURELY_NOT_SET", "export it")),
+        (("engine.tensor_parallel=2",), ("`engine.tensor_parallel` is 2", "only vLLM", "`policy.layout.tp`")),
         (("policy.fp8={}",), ("`policy.fp8`", "`model.dtype: bfloat16`", "float32")),
         (("policy.fp8={}", "model.dtype=bfloat16"), ("`policy.fp8`", "NVIDIA GPU", "leave it out")),
     ],

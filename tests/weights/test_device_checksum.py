@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_like.weights import device_checksum as module
@@ -31,11 +31,13 @@ def tensor_of(data: bytes) -> torch.Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300))
 def test_it_is_the_sum_it_says_it_is(data: bytes) -> None:
     assert device_checksum(tensor_of(data)) == by_loops(data)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_one_flipped_bit_is_always_seen(data: bytes, draw: st.DataObject) -> None:
     at, bit = draw.draw(st.integers(0, len(data) - 1)), draw.draw(st.integers(0, 7))
@@ -44,6 +46,7 @@ def test_one_flipped_bit_is_always_seen(data: bytes, draw: st.DataObject) -> Non
     assert device_checksum(tensor_of(bytes(changed))) != device_checksum(tensor_of(data))
 
 
+@settings(deadline=None)
 @given(st.permutations(range(12)))
 def test_values_that_change_place_are_seen(order: list[int]) -> None:
     values = torch.arange(12, dtype=torch.float32)
