@@ -14,21 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import AttentionCall, rotate, rotated, without_padding
 from nemo_rl_like.model.gradients import add_product, gradient_buffer
-from nemo_rl_like.model.mcore import ModuleSpec, TransformerConfig, get_gpt_layer_local_spec
-
-with runtime.quiet():
-    from megatron.core.tensor_parallel import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        reduce_from_tensor_model_parallel_region,
-    )
-    from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+from nemo_rl_like.model.mcore import (
+    MLP,
+    ColumnParallelLinear,
+    IdentityOp,
+    ModuleSpec,
+    RowParallelLinear,
+    SelfAttention,
+    TransformerConfig,
+    TransformerLayer,
+    get_gpt_layer_local_spec,
+    reduce_from_tensor_model_parallel_region,
+)
 
 
 def local_layer_spec(qk_norm: bool) -> ModuleSpec:

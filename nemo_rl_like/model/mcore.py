@@ -19,24 +19,39 @@ with runtime.quiet():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        reduce_from_tensor_model_parallel_region,
+    )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
+    "MLP",
     "ChainedOptimizer",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "IdentityOp",
     "MegatronModule",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "RowParallelLinear",
+    "SelfAttention",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "clip_grad_by_total_norm_fp32",
     "finalize_model_grads",
     "get_forward_backward_func",
@@ -45,4 +60,5 @@ __all__ = [
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
 ]
