@@ -18,6 +18,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import cpu_shim
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _RECIPE_NEEDS = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Compute capability that each recipe of `policy.fp8` needs."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_HUGE_PAGE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +219,20 @@ def _keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def use_huge_pages(tensor: Tensor) -> None:
+    """Ask Linux to hold a contiguous CPU tensor's memory in huge pages (2 MiB); its values stay as they are.
+
+    Decoding reads every weight once a token, where small pages cost address look-ups. A kernel that cannot is left alone, and
+    so is a tensor on a GPU, an empty one, or one without a whole huge page.
+    """
+    if tensor.device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+        return
+    start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    length = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE - start
+    if length <= 0:
+        return
+    libc = ctypes.CDLL(None)
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import (
@@ -48,6 +49,8 @@ def wrap_ddp(model: MegatronModel) -> PolicyDdp:
     config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     ddp = PolicyDdp(config, settings, model)
+    for buffer in ddp.buffers:
+        runtime.use_huge_pages(buffer.param_data)
     ddp.broadcast_params()
     return ddp
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
@@ -116,3 +117,31 @@ def test_a_random_state_goes_on_where_it_stopped() -> None:
             tracker.add(name, seed)
     with pytest.raises(ValueError, match="never added"), tracker.fork("b"):
         pass
+
+
+@on_cpu
+def test_huge_pages_change_no_value_and_leave_short_or_empty_tensors_alone() -> None:
+    for count in (0, 3, 5 << 20):
+        values = torch.arange(count, dtype=torch.float32)
+        before = values.clone()
+        runtime.use_huge_pages(values)
+        assert torch.equal(values, before)
+
+
+@on_cpu
+def test_a_tensors_whole_huge_pages_are_advised_and_nothing_outside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Libc:
+        @staticmethod
+        def madvise(start: ctypes.c_void_p, length: ctypes.c_size_t, advice: int) -> int:
+            calls.append((start.value or 0, length.value))
+            return -1  # as an old kernel answers
+
+    tensor = torch.zeros(2 << 20)
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: Libc())
+    runtime.use_huge_pages(tensor[3:])
+    assert len(calls) == 2
+    for start, length in calls:
+        assert length > 0 and start % (2 << 20) == 0 and length % (2 << 20) == 0
+        assert tensor[3:].data_ptr() <= start and start + length <= tensor.data_ptr() + tensor.nbytes
