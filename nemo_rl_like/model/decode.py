@@ -50,7 +50,7 @@ class _Grid:
         return cls(groups, width, group_of_row * width + column)
 
     def spread(self, rows: Tensor) -> Tensor:
-        """[R, kv, n, d] -> [G, kv, K, n, d]; empty places are zero."""
+        """[R, kv, ...] -> [G, kv, K, ...]; empty places are zero."""
         if self.places is not None:
             whole = rows.new_zeros(self.groups * self.width, *rows.shape[1:])
             rows = whole.index_copy_(0, self.places, rows)
@@ -82,8 +82,8 @@ class _LayerCache:
         if step == self.own_keys.shape[3]:
             self.own_keys = functional.pad(self.own_keys, (0, 0, 0, step))
             self.own_values = functional.pad(self.own_values, (0, 0, 0, step))
-        self.own_keys[:, :, :, step] = grid.spread(key[:, :, None])[:, :, :, 0]
-        self.own_values[:, :, :, step] = grid.spread(value[:, :, None])[:, :, :, 0]
+        self.own_keys.select(3, step).copy_(grid.spread(key))
+        self.own_values.select(3, step).copy_(grid.spread(value))
 
     def select(self, groups: Tensor, old_places: Tensor, new: _Grid) -> None:
         """Keep these groups, and the rows at `old_places` on the grid `new`."""
