@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.model import runtime
+from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.experiment import EngineSpec, Fp8Spec, PolicySpec
+from nemo_rl_like.tokens.batch import TokenBatch
 
 Figures = dict[str, Any]
 ROWS = ("shared_prefix", "packed", "padded")
@@ -333,19 +335,25 @@ def speed(fp8: str | None) -> Callable[[Path], Figures]:
         )  # fmt: skip
         config = big_config(layers=8)
         rank = policy(scratch / "big", "bfloat16", spec, config=config, train=True)
-        batch, objective = big_batch(config, rows=8, length=4096), PolicyGradient(on_policy=True)
+        batch = big_batch(config, rows=8, length=4096)
         torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(WARMUP + TIMED):
-            runtime.synchronize()
-            began = time.perf_counter()
-            rank.train_step(batch, None, objective)
-            runtime.synchronize()
-            seconds.append(time.perf_counter() - began)
-        step = statistics.median(seconds[WARMUP:])
-        return {"ok": True, **_rates(config, batch.tokens.numel(), 4096, step), "peak_gib": _peak(), "fp8": fp8}
+        seconds = _step_seconds(rank, batch)
+        return {"ok": True, **_rates(config, batch.tokens.numel(), 4096, seconds), "peak_gib": _peak(), "fp8": fp8}
 
     return run
+
+
+def _step_seconds(rank: PolicyRank, batch: TokenBatch) -> float:
+    """Median over a few steps after the first ones."""
+    objective = PolicyGradient(on_policy=True)
+    seconds = []
+    for _ in range(WARMUP + TIMED):
+        runtime.synchronize()
+        began = time.perf_counter()
+        rank.train_step(batch, None, objective)
+        runtime.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[WARMUP:])
 
 
 def _rates(config: Any, tokens: int, length: int, seconds: float) -> Figures:
@@ -370,19 +378,12 @@ def _rates(config: Any, tokens: int, length: int, seconds: float) -> Figures:
 def shared_prefix_speed(scratch: Path) -> Figures:
     """A GRPO step with 8 prompts of 1,024 tokens, 8 samples of 512 each: prompts computed once, against packed rows."""
     config = big_config(layers=4)
-    batch, objective = big_batch(config, rows=64, length=1536, prompt=1024, samples=8), PolicyGradient(on_policy=True)
-    found: Mapping[str, float] = {}
+    batch = big_batch(config, rows=64, length=1536, prompt=1024, samples=8)
+    found: dict[str, float] = {}
     for rows in ("packed", "shared_prefix"):
         spec = PolicySpec(rows=rows, micro_batch_tokens=24576, logprob_chunk_tokens=4096)  # type: ignore[arg-type]
         rank = policy(scratch / "big4", "bfloat16", spec, config=config, train=True)
-        seconds = []
-        for _ in range(WARMUP + TIMED):
-            runtime.synchronize()
-            began = time.perf_counter()
-            rank.train_step(batch, None, objective)
-            runtime.synchronize()
-            seconds.append(time.perf_counter() - began)
-        found = {**found, f"{rows}_seconds": round(statistics.median(seconds[WARMUP:]), 4)}
+        found[f"{rows}_seconds"] = round(_step_seconds(rank, batch), 4)
         del rank
         torch.cuda.empty_cache()
     ratio = found["packed_seconds"] / found["shared_prefix_seconds"]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MASK_64 = (1 << 64) - 1
+from nemo_rl_like.tensors.words import signed_64
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _UNIFORM_BITS = 52
@@ -76,9 +77,3 @@ def _finalise(state: Tensor) -> Tensor:
 def _shift_right(state: Tensor, bits: int) -> Tensor:
     """Logical shift: int64 shifts copy the sign bit, so it is cleared."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def signed_64(value: int) -> int:
-    """Any integer modulo 2**64, as a signed 64-bit number."""
-    value &= _MASK_64
-    return value - (1 << 64) if value >> 63 else value

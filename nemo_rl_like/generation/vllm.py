@@ -18,13 +18,13 @@ from safetensors import safe_open
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation import vllm_plugin
-from nemo_rl_like.generation.sampler import signed_64
 from nemo_rl_like.generation.segments import descendants, mapped_inodes, names_restored, unlink_segments
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.spec.experiment import DType, EngineSpec
+from nemo_rl_like.tensors.words import signed_64
 from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nemo_rl_like.tensors.words import signed_64
+
 _MASK_64 = (1 << 64) - 1
 _ODD = (0x9E3779B97F4A7C15, 0xD1342543DE82EF95)
 """Steps of the two sequences of multipliers."""
@@ -24,7 +26,7 @@ def device_checksum(tensor: Tensor) -> str:
         part = words[start : start + _CHUNK_WORDS]
         place = torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device)
         for which, odd in enumerate(_ODD):
-            multiplier = (place * _signed(odd)) ^ (place >> 7) | 1
+            multiplier = (place * signed_64(odd)) ^ (place >> 7) | 1
             sums[which] += int((part * multiplier).sum())
     size = tensor.numel() * tensor.element_size()
     return "".join(f"{(value + size) & _MASK_64:016x}" for value in sums)
@@ -39,7 +41,3 @@ def _words(tensor: Tensor) -> Tensor:
         padded[: flat.numel()] = flat
         flat = padded
     return flat.view(torch.int64)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
