@@ -7,7 +7,7 @@ run beside each other, each to a file of its own, are put together by `report FI
 Both ask the same prompts in the same order (8 a step, 8 samples, 12 new tokens, temperature 1, constant learning rate, beta 0,
 AdamW, clipping at 1), with the same chat text and grader. Neither evaluates while it trains: the weights are kept at step 0 and
 every 5 steps, and one scorer grades them all on the 50 held-out questions (avg@4 at temperature 1, and greedy; the same draws).
-Seconds are the steps' wall time; starting, saving and scoring are apart. *Reached*: two evaluations in a row at 0.8 or above,
+Seconds are the steps' wall time; starting, saving and scoring are apart. A plot of the curves lies beside the JSON. *Reached*: two evaluations in a row at 0.8 or above,
 where TRL's leg ends; ours makes all its steps.
 """
 
@@ -52,7 +52,9 @@ def main() -> int:
         leg = _leg(options)
         legs = merged([legs, [leg]])
         print({k: leg[k] for k in (*IDENTITY, "reached", "training_seconds", "start_seconds")})
-    write_json(options.out, {"legs": legs, "comparison": compare(legs)})
+    comparison = compare(legs)
+    write_json(options.out, {"legs": legs, "comparison": comparison})
+    plot(legs, comparison, options.out.with_suffix(".png"))
     return 0
 
 
@@ -264,17 +266,46 @@ def merged(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def compare(legs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By system: the learning rate at which it was fastest on the median of its seeds, and the seconds by seed there."""
+    """By system: the learning rate at which it was fastest on the median of its seeds, and seconds by rate and seed."""
     out: dict[str, Any] = {}
-    for system in sorted({f"{leg['system']} ({leg['engine']})" for leg in legs}):
-        mine = [leg for leg in legs if f"{leg['system']} ({leg['engine']})" == system]
+    for system in sorted({_name(leg) for leg in legs}):
+        mine = [leg for leg in legs if _name(leg) == system]
         by_rate = {
             lr: {leg["seed"]: leg["reached"] and leg["reached"]["seconds"] for leg in mine if leg["lr"] == lr}
             for lr in sorted({leg["lr"] for leg in mine})
         }
         best = min(by_rate, key=lambda lr: statistics.median(s or float("inf") for s in by_rate[lr].values()))
-        out[system] = {"best_lr": best, f"seconds_to_{REACHED:g}_by_seed": by_rate[best], "rates_tried": list(by_rate)}
+        out[system] = {"best_lr": best, f"seconds_to_{REACHED:g}_by_rate_and_seed": by_rate}
     return out
+
+
+def plot(legs: Sequence[Mapping[str, Any]], comparison: Mapping[str, Any], path: Path) -> None:
+    """Held-out avg@4 over training seconds (log scale) and over steps, each system at its best rate, a line a seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), dpi=110, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    views = (("seconds", "training seconds", "symlog"), ("step", "step", "linear"))
+    for axes, (x, label, scale) in zip(figure.subplots(1, 2, sharey=True), views, strict=True):
+        for colour, (system, found) in enumerate(comparison.items()):
+            chosen = [leg for leg in legs if _name(leg) == system and leg["lr"] == found["best_lr"]]
+            for i, leg in enumerate(chosen):
+                points = [point for point in leg["curve"] if "heldout_avg@4" in point]
+                text = f"{system}, lr {leg['lr']:g}" if i == 0 else None
+                axes.plot([p[x] for p in points], [p["heldout_avg@4"] for p in points], f"C{colour}.-", label=text)
+        axes.axhline(REACHED, color="grey", linewidth=0.7, linestyle="--")
+        axes.set_xscale(scale, **({"linthresh": 10} if scale == "symlog" else {}))
+        axes.set(xlabel=label, ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("held-out avg@4")
+    figure.axes[0].legend()
+    figure.suptitle("SmolLM2-135M, one-digit sums, GRPO on the same prompts: a line a seed")
+    canvas.print_png(str(path))
+
+
+def _name(leg: Mapping[str, Any]) -> str:
+    return f"{leg['system']} ({leg['engine']})"
 
 
 if __name__ == "__main__":

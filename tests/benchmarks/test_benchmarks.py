@@ -65,7 +65,7 @@ def test_a_system_is_compared_at_the_rate_at_which_its_median_seed_was_fastest(m
     legs = [leg(1, 1e-5, 90.0), leg(1, 2e-5, 50.0), leg(2, 2e-5, 70.0), leg(3, 2e-5, 60.0), leg(1, 4e-5, None)]
     (found,) = module("smollm2_race").compare(legs).values()
     assert found["best_lr"] == 2e-5
-    assert found["seconds_to_0.8_by_seed"] == {1: 50.0, 2: 70.0, 3: 60.0}
+    assert found["seconds_to_0.8_by_rate_and_seed"][2e-5] == {1: 50.0, 2: 70.0, 3: 60.0}
 
 
 def test_rewards_grade_the_first_whole_number_and_tell_different_answers_apart(module: Any) -> None:
