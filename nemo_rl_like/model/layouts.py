@@ -70,16 +70,20 @@ def plan_microbatches(
     dp_rank: int,
     kind: Kind,
     token_budget: int,
+    together: Tensor | None = None,
 ) -> list[MicroBatch]:
     """This data-parallel rank's share of `rows` (the whole minibatch's), cut into passes of at most `token_budget` tokens.
 
     Every rank gets the same number of micro-batches, at least one; a missing one is one token with M = 0. A row (or the part of
     a prompt's group that cannot be smaller) longer than the budget makes a pass of its own. Rows of one `prompt_id` stay together
-    under `shared_prefix`. The plan is a function of the arguments alone, so ranks need not talk.
+    under `shared_prefix`, and rows of one number in `together` int64 [B] under any kind. The plan is a function of the arguments alone, so ranks need not talk.
     Raises ValueError if rows of one `prompt_id` have different prompts.
     """
     planner = _Planner(batch, rows, kind, token_budget)
-    passes = [planner.passes(units) for units in _deal(planner.units(), dp_size)]
+    units = planner.units()
+    if together is not None:
+        units = _merged(units, together.tolist())
+    passes = [planner.passes(hand) for hand in _deal(units, dp_size)]
     count = max(1, max(len(p) for p in passes))
     mine = [planner.build(p) for p in passes[dp_rank]]
     return mine + [_nothing(kind)] * (count - len(mine))
@@ -293,6 +297,22 @@ class _PrefixPart:
         """How these tokens attend when they start at `offset`."""
         responses = [(g, n) for g, n in zip(self._group, self._own, strict=True) if n > 0]
         return PrefixBlock.of(offset, self._prompt_lengths, responses)
+
+
+def _merged(units: list[_Unit], together: list[int]) -> list[_Unit]:
+    """Units that hold rows of the same number become one, in the order of their first ones."""
+    owner: dict[int, int] = {}
+    merged: dict[int, _Unit] = {}
+    for i, unit in enumerate(units):
+        names = {together[row] for row in unit.rows}
+        whole = unit
+        for other in sorted({owner[name] for name in names if name in owner}):
+            part = merged.pop(other)
+            names |= {together[row] for row in part.rows}
+            whole = _Unit((*part.rows, *whole.rows), part.tokens + whole.tokens)
+        merged[i] = whole
+        owner.update(dict.fromkeys(names, i))
+    return list(merged.values())
 
 
 def _deal(units: list[_Unit], ranks: int) -> list[list[_Unit]]:

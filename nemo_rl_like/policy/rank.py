@@ -50,11 +50,30 @@ class Walk:
     temperature: float
     objective: Objective | None = None
     stats: StepStats | None = None
+    keep_entropy: bool = False
+    """Return the entropy of every scored token too."""
 
     @property
     def with_entropy(self) -> bool:
         """Whether entropy is computed beside log-probs."""
-        return self.objective is not None and self.objective.needs_entropy
+        return self.keep_entropy or (self.objective is not None and self.objective.needs_entropy)
+
+    @property
+    def keeps_sequences(self) -> bool:
+        """Whether all rows of an episode must be in the same pass."""
+        return self.objective is not None and self.objective.keeps_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """What a walk found, equal on every rank."""
+
+    logprobs: Tensor
+    """float32 [N], 0 where not scored."""
+    entropy: Tensor
+    """float32 [N] if it was to be kept, else empty."""
+    sums: Tensor
+    """Sums of the objective's metrics."""
 
 
 class PolicyRank:
@@ -120,11 +139,13 @@ class PolicyRank:
         """
         ddp, optimizer = self._training()
         part = batch if rows is None else batch.select(rows)
+        if objective.looks_first:
+            part = self._looked_at(part, temperature)
         stats = objective.prepare(part)
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        flat, sums = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
-        metrics = self._report(part, stats.live_rows, flat, sums, objective.metric_names, gap)
+        walked = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
+        metrics = self._report(part, stats.live_rows, walked, objective.metric_names, gap)
         step = optimizer.step()
         if step is None:
             raise NonFinite(f"update {optimizer.updates}: a gradient is not finite, the step was not made")
@@ -134,33 +155,35 @@ class PolicyRank:
     def evaluate_loss(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
         """The objective's metrics on the whole batch at temperature 1, without a step."""
         stats = objective.prepare(batch)
-        flat, sums = self._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=False)
-        return self._report(batch, stats.live_rows, flat, sums, objective.metric_names, None)
+        walked = self._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=False)
+        return self._report(batch, stats.live_rows, walked, objective.metric_names, None)
 
     def logprobs(
         self, batch: TokenBatch, temperature: float, gap: GapLimit | None = None
     ) -> tuple[ray.ObjectRef, dict[str, float]]:
         """Reference to the log-probs float32 [N] of the batch's trained tokens (0 elsewhere), and the gap metrics."""
         rows = batch.trained_per_row > 0
-        flat, sums = self._walk(batch, rows, Walk(temperature), training=False)
-        metrics = self._report(batch, rows, flat, sums, (), gap)
-        return ray.put(flat.cpu()), metrics
+        walked = self._walk(batch, rows, Walk(temperature), training=False)
+        metrics = self._report(batch, rows, walked, (), gap)
+        return ray.put(walked.logprobs.cpu()), metrics
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of every token after the first of each row (weight-sync probes)."""
         batch = probe_batch(rows)
-        flat, _ = self._walk(batch, torch.ones(batch.rows, dtype=torch.bool), Walk(1.0), training=False)
+        walked = self._walk(batch, torch.ones(batch.rows, dtype=torch.bool), Walk(1.0), training=False)
         cuts = batch.cu_seqlens.tolist()
-        values = flat.tolist()
+        values = walked.logprobs.tolist()
         return [values[a + 1 : b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def _looked_at(self, batch: TokenBatch, temperature: float) -> TokenBatch:
+        """The batch with `current` log-probs and `entropy` of its trained tokens, from a forward pass without gradient."""
+        walked = self._walk(batch, batch.trained_per_row > 0, Walk(temperature, keep_entropy=True), training=False)
+        return batch.with_extras(current=walked.logprobs.cpu(), entropy=walked.entropy.cpu())
 
     # -- one walk over micro-batches
 
-    def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> tuple[Tensor, Tensor]:
-        """Run Megatron's schedule over the rows marked true.
-
-        Returns, equal on every rank: log-probs float32 [N] (0 where not scored) and the sums of the objective's metrics.
-        """
+    def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
+        """Run Megatron's schedule over the rows marked true."""
         micro_batches = plan_microbatches(
             batch,
             rows.nonzero()[:, 0].tolist(),
@@ -168,10 +191,12 @@ class PolicyRank:
             dp_rank=parallel_state.get_data_parallel_rank(),
             kind=self._spec.rows,
             token_budget=self._spec.micro_batch_tokens,
+            together=batch.episode_id if walk.keeps_sequences else None,
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
         flat = torch.zeros(batch.tokens.numel(), dtype=torch.float32, device=device)
+        entropy = torch.zeros_like(flat) if walk.keep_entropy else flat.new_zeros(0)
         sums = torch.zeros(len(names), dtype=torch.float32, device=device)
         inputs = {} if walk.stats is None else {k: v.to(device) for k, v in walk.stats.values.items()}
         weights = flat if walk.stats is None else walk.stats.weights.to(device)
@@ -184,6 +209,8 @@ class PolicyRank:
             outputs = self._outputs(hidden, micro_batch, walk)
             index = micro_batch.source_index
             flat[index] = outputs.logprobs.detach()
+            if walk.keep_entropy and outputs.entropy is not None:
+                entropy[index] = outputs.entropy.detach()
             loss = outputs.logprobs.sum() * 0.0
             if walk.objective is not None and walk.stats is not None:
                 values = {name: value[index] for name, value in inputs.items()}
@@ -193,7 +220,7 @@ class PolicyRank:
             return loss, torch.zeros((), dtype=torch.int, device=device), None
 
         run_schedule(self._ddp if training and self._ddp else self.model, micro_batches, forward, training=training)
-        return self._share(flat, sums)
+        return Walked(*self._share(flat, entropy, sums))
 
     def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk) -> Outputs:
         out = token_logprobs(
@@ -206,31 +233,30 @@ class PolicyRank:
         )
         return Outputs(out.logprobs, out.entropy)
 
-    def _share(self, flat: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    def _share(self, *parts: Tensor) -> Sequence[Tensor]:
         """What the last stages computed, summed over data-parallel ranks, on every rank: one all-reduce."""
         tells = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        whole = torch.cat(parts)
         if not tells:
-            flat.zero_()
-            sums.zero_()
-        both = torch.cat([flat, sums])
+            whole.zero_()
         if dist.get_world_size() > 1:
-            dist.all_reduce(both)
-        return both[: flat.numel()], both[flat.numel() :]
+            dist.all_reduce(whole)
+        shared: Sequence[Tensor] = whole.split([part.numel() for part in parts])
+        return shared
 
     def _report(
         self,
         batch: TokenBatch,
         rows: Tensor,
-        flat: Tensor,
-        sums: Tensor,
+        walked: Walked,
         names: Sequence[str],
         gap: GapLimit | None,
     ) -> dict[str, float]:
         """Metrics as numbers: the one device-to-host copy of a step. Raises GapExceeded and NonFinite."""
-        values = sums
+        values = walked.sums
         if gap is not None:
             mask = batch.loss_mask & rows[batch.row_of_token]
-            values = torch.cat([sums, rollout_gap(flat, batch.behavior, mask)])
+            values = torch.cat([values, rollout_gap(walked.logprobs, batch.behavior, mask)])
             names = (*names, *GAP_METRICS)
         metrics = dict(zip(names, values.tolist(), strict=True))
         if gap is not None and not metrics["gap/p99"] < gap.p99:

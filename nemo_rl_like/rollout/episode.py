@@ -11,6 +11,8 @@ from nemo_rl_like.tokens.batch import Row
 
 STOPS = ("stop", "length", "max_turns", "context", "truncated", "invalid")
 """Why an episode ended: the environment's end, the token limit, the turn limit, the context, cut by the environment, a failure."""
+CUT = ("length", "context", "truncated", "max_turns")
+"""Stops that cut an episode before its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class Segment:
     """[len(tokens)] the engine's log-prob of each sampled token, in nats; 0 elsewhere."""
     version: tuple[int, ...]
     """[len(tokens)] weight version of each sampled token; -1 elsewhere."""
+    turn: tuple[int, ...]
+    """[len(tokens)] turn that sampled the token, counted over the episode from 0; -1 elsewhere."""
+    rewards: tuple[float, ...]
+    """[len(tokens)] a turn's reward on its last sampled token; 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Episode:
     """Parts of the reward by name, summed over turns."""
     metrics: Mapping[str, float]
     """The environment's further numbers, summed over turns."""
+    states: tuple[str, ...]
+    """[turns] hash of what the environment said before each turn."""
     stop: str
     """One of `STOPS`."""
     turns: int
@@ -77,16 +85,21 @@ class Episode:
         return "\n".join(m.content for m in self.messages[: self.prompt_messages])
 
 
-def episode_rows(episodes: Sequence[Episode]) -> list[Row]:
+def episode_rows(episodes: Sequence[Episode], greedy: Mapping[int, float] | None = None) -> list[Row]:
     """Rows in the order of episodes and segments. Rows of one group with equal prompt tokens share a `prompt_id`.
 
-    An invalid episode's rows have an all-false loss mask and NaN rewards.
+    An invalid episode's rows have an all-false loss mask and NaN rewards. `greedy`: reward of the greedy answer by group, a column.
     """
     prompt_ids: dict[tuple[int, tuple[int, ...]], int] = {}
+    anchors: dict[tuple[int, str], int] = {}
     rows: list[Row] = []
     for episode in episodes:
         valid = episode.invalid is None
         rewards = {**episode.rewards, "reward": episode.reward} if valid else {"reward": math.nan}
+        columns = {"truncated": float(episode.stop in CUT)}
+        if greedy is not None:
+            columns["greedy"] = greedy[episode.group_id]
+        numbers = [anchors.setdefault((episode.group_id, state), len(anchors)) for state in episode.states]
         for segment in episode.segments:
             prompt = (episode.group_id, segment.tokens[: segment.prompt_len])
             rows.append(
@@ -101,6 +114,12 @@ def episode_rows(episodes: Sequence[Episode]) -> list[Row]:
                     episode_id=episode.id,
                     valid=valid,
                     rewards=rewards,
+                    columns=columns,
+                    extras={
+                        "turn": segment.turn,
+                        "turn_rewards": segment.rewards,
+                        "anchor": [numbers[turn] if turn >= 0 else -1 for turn in segment.turn],
+                    },
                 )
             )
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,23 +52,25 @@ class LiveSegment:
     sampled: list[bool]
     behavior: list[float]
     version: list[int]
+    turn: list[int]
+    rewards: list[float]
 
     @classmethod
     def of_prompt(cls, ids: Sequence[int]) -> LiveSegment:
         """A row that starts with a prompt."""
         count = len(ids)
-        return cls(list(ids), count, [False] * count, [0.0] * count, [-1] * count)
+        return cls(list(ids), count, [False] * count, [0.0] * count, [-1] * count, [-1] * count, [0.0] * count)
 
-    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Append what the policy sampled."""
-        self.tokens += ids
+    def add_sampled(self, ids: Sequence[int], logprobs: Sequence[float], version: int, turn: int) -> None:
+        """Append what the policy sampled in a turn."""
+        self._add(ids, turn)
         self.sampled += [True] * len(ids)
         self.behavior += logprobs
         self.version += [version] * len(ids)
 
     def add_environment(self, ids: Sequence[int]) -> None:
         """Append what the environment said; never trained."""
-        self.tokens += ids
+        self._add(ids, -1)
         self.sampled += [False] * len(ids)
         self.behavior += [0.0] * len(ids)
         self.version += [-1] * len(ids)
@@ -80,7 +83,14 @@ class LiveSegment:
             sampled=tuple(self.sampled),
             behavior=tuple(self.behavior),
             version=tuple(self.version),
+            turn=tuple(self.turn),
+            rewards=tuple(self.rewards),
         )
+
+    def _add(self, ids: Sequence[int], turn: int) -> None:
+        self.tokens += ids
+        self.turn += [turn] * len(ids)
+        self.rewards += [0.0] * len(ids)
 
 
 @dataclass(slots=True)
@@ -97,6 +107,7 @@ class LiveEpisode:
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    states: list[str] = field(default_factory=list)
     turns: int = 0
     last: Completion | None = None
     stop: str = ""
@@ -121,7 +132,8 @@ class LiveEpisode:
 
     def take(self, completion: Completion, reply: Message) -> None:
         """Append what was sampled; `reply` is its text."""
-        self.segments[-1].add_sampled(completion.ids, completion.logprobs, completion.version)
+        self.states.append(_state(self.messages))
+        self.segments[-1].add_sampled(completion.ids, completion.logprobs, completion.version, self.turns)
         self.messages.append(reply)
         self.budget -= len(completion.ids)
         self.turns += 1
@@ -131,6 +143,7 @@ class LiveEpisode:
         """Add a turn's rewards and metrics."""
         if step.reward is not None:
             self.reward = step.reward if self.reward is None else self.reward + step.reward
+            self.segments[-1].rewards[-1] += step.reward
         _add(self.rewards, step.rewards)
         _add(self.metrics, step.metrics)
 
@@ -154,11 +167,18 @@ class LiveEpisode:
             reward=self.reward if valid and self.reward is not None else math.nan,
             rewards=dict(self.rewards) if valid else {},
             metrics=dict(self.metrics) if valid else {},
+            states=tuple(self.states),
             stop=self.stop,
             turns=self.turns,
             invalid=self.invalid,
             detail=self.detail,
         )
+
+
+def _state(messages: Sequence[Message]) -> str:
+    """What the environment said last: the state from which a turn starts."""
+    last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
+    return hashlib.sha256("\n".join(f"{m.role}: {m.content}" for m in messages[last + 1 :]).encode()).hexdigest()
 
 
 def _add(total: dict[str, float], values: Mapping[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -52,6 +52,28 @@ class PromptCheck:
     """Tokens of the longest prompt."""
     longest_task: str
     """Its task."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectPlan:
+    """One rollout of a step."""
+
+    step: int
+    """Rollout step; seeds depend on it."""
+    task_ids: tuple[str, ...]
+    """Training tasks; one that stands here twice makes two groups."""
+    samples_per_prompt: int
+    """Episodes of each."""
+    version: int
+    """Weight version that must sample them."""
+    sampling: SamplingSpec
+    """Temperature, limits, further stop ids."""
+    first_group: int = 0
+    """Number of the first task's group; a step that is rolled out in parts counts on."""
+    greedy: bool = False
+    """Also answer each task greedily, and keep the reward as a column."""
+    show: int = 0
+    """Episodes whose text is in the summary."""
 
 
 class RolloutService:
@@ -119,26 +141,8 @@ class RolloutService:
                 longest, longest_task = max((longest, longest_task), (length, plan.task.id))
         return PromptCheck(tasks=len(chosen), longest=longest, longest_task=longest_task)
 
-    def collect(
-        self,
-        step: int,
-        task_ids: Sequence[str],
-        samples_per_prompt: int,
-        version: int,
-        sampling: SamplingSpec,
-        engine: Generator,
-        show: int = 0,
-    ) -> tuple[TokenBatch, RolloutSummary]:
-        """Sample `samples_per_prompt` episodes of each task and batch them.
-
-        Args:
-            step: rollout step; seeds depend on it.
-            task_ids: training tasks; one that stands here twice makes two groups.
-            samples_per_prompt: episodes of each.
-            version: weight version that must sample them.
-            sampling: temperature, limits, further stop ids.
-            engine: what samples.
-            show: episodes whose text is in the summary.
+    def collect(self, plan: CollectPlan, engine: Generator) -> tuple[TokenBatch, RolloutSummary]:
+        """Sample the plan's episodes with `engine` and batch them.
 
         Raises:
             InputError: an unknown task, or a prompt that leaves no room for an answer.
@@ -147,37 +151,39 @@ class RolloutService:
             EnvironmentContractError: the environment broke its interface.
         """
         known = self._split(TRAIN)
-        tasks = [_known(known, task_id) for task_id in task_ids]
-        plans = self._plans(tasks, samples_per_prompt, purpose=TRAIN, step=step)
-        runner = self._runner(engine, sampling.max_new_tokens)
+        tasks = [_known(known, task_id) for task_id in plan.task_ids]
+        plans = self._plans(
+            tasks, plan.samples_per_prompt, purpose=TRAIN, step=plan.step, first_group=plan.first_group
+        )
+        runner = self._runner(engine, plan.sampling.max_new_tokens)
         restarts = self._pool.restarts
-        episodes = runner.run(plans, self._engine_sampling(sampling))
-        _check_versions(episodes, version)
+        episodes = runner.run(plans, self._engine_sampling(plan.sampling))
+        _check_versions(episodes, plan.version)
+        greedy = self._greedy_rewards(runner, plan, tasks) if plan.greedy else None
         summary = summarize(
             episodes,
-            step=step,
-            version=version,
+            step=plan.step,
+            version=plan.version,
             seconds=runner.timing.seconds,
             restarts=self._pool.restarts - restarts,
-            show=show,
+            show=plan.show,
         )
         self._check_invalid(summary, episodes)
-        self._last = (step, episodes)
-        return batch_rows(episode_rows(episodes)), summary
+        self._last = (plan.step, episodes)
+        return batch_rows(episode_rows(episodes, greedy)), summary
 
     def collect_to_store(
-        self,
-        step: int,
-        task_ids: Sequence[str],
-        samples_per_prompt: int,
-        version: int,
-        sampling: SamplingSpec,
-        engine: Generator,
-        show: int = 0,
+        self, plan: CollectPlan, engine: Generator
     ) -> tuple[ray.ObjectRef[TokenBatch], RolloutSummary]:
         """`collect` with the batch in Ray's object store, so that the driver gets a reference and a summary."""
-        batch, summary = self.collect(step, task_ids, samples_per_prompt, version, sampling, engine, show)
+        batch, summary = self.collect(plan, engine)
         return ray.put(batch), summary
+
+    def _greedy_rewards(self, runner: EpisodeRunner, plan: CollectPlan, tasks: Sequence[Task]) -> dict[int, float]:
+        """Reward of the greedy answer by group; NaN where it could not be scored."""
+        plans = self._plans(tasks, 1, purpose="greedy", step=plan.step, first_group=plan.first_group)
+        answered = runner.run(plans, replace(self._engine_sampling(plan.sampling), greedy=True))
+        return {episode.group_id: episode.reward for episode in answered}
 
     def append_records(self, path: str, offset: int) -> int:
         """Write the episodes of the last `collect` to a JSONL file from byte `offset` on; the new offset."""
@@ -227,7 +233,9 @@ class RolloutService:
                 )
         return self._tasks[split]
 
-    def _plans(self, tasks: Sequence[Task], samples: int, *, purpose: str, step: int) -> list[Plan]:
+    def _plans(
+        self, tasks: Sequence[Task], samples: int, *, purpose: str, step: int, first_group: int = 0
+    ) -> list[Plan]:
         return [
             Plan(
                 episode_id=group * samples + sample,
@@ -238,7 +246,7 @@ class RolloutService:
                 run_seed=self._run_seed,
                 step=step,
             )
-            for group, task in enumerate(tasks)
+            for group, task in enumerate(tasks, start=first_group)
             for sample in range(samples)
         ]
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from nemo_rl_like.spec.algorithm import CRITIC, GROUP_RELATIVE, AlgorithmSpec, PassAtKAdvantage
 from nemo_rl_like.spec.base import Spec
 
 DType = Literal["float32", "bfloat16"]
@@ -244,45 +245,6 @@ class OptimizerSpec(Spec):
             raise ValueError(f"`optimizer.warmup_steps` is {self.warmup_steps}, must be at most {end} optimizer steps")
 
 
-class AlgorithmSpec(Spec):
-    """Advantage x policy loss x aggregation x KL: orthogonal choices (docs: numerics)."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce", "batch_std"] = "grpo"
-    """Advantage estimator."""
-    policy_loss: Literal["clip", "reinforce"] = "clip"
-    """Per-token policy loss."""
-    clip_low: PositiveFloat = 0.2
-    """Ratio may fall to 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """Ratio may rise to 1 + clip_high."""
-    dual_clip: float | None = None
-    """For negative advantages, loss is never above -dual_clip * A; > 1."""
-    aggregation: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
-    ] = "token_mean"
-    """How per-token losses become one number."""
-    aggregation_length: PositiveInt | None = None
-    """L_max of `sequence_mean_token_sum_norm`, in tokens; default: sampling.max_new_tokens."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Coefficient of the KL to the reference; 0 loads no reference model."""
-    kl_estimator: Literal["k2", "k3"] = "k3"
-    """Estimator of the KL in the loss (k1 has zero expected gradient there)."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
-    recompute_proximal: Literal["auto", "always"] = "auto"
-    """`auto`: one on-policy update uses current.detach() as proximal log-probs; otherwise they are recomputed before the first update."""
-    shuffle_rewards: bool = False
-    """Control experiment: permute the rewards inside each step; nothing should be learned."""
-
-    @model_validator(mode="after")
-    def _ranges(self) -> AlgorithmSpec:
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"`dual_clip` is {self.dual_clip}, must be > 1 (3 is usual)")
-        if self.clip_low >= 1:
-            raise ValueError(f"`clip_low` is {self.clip_low}, must be < 1")
-        return self
-
-
 class CheckpointSpec(Spec):
     """When checkpoints are written and which are kept."""
 
@@ -367,6 +329,8 @@ class RlStageSpec(StageBase):
     """Sampling of training rollouts."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """Loss and advantages."""
+    teacher: str | None = None
+    """Hugging Face folder of the model whose log-probs `algorithm.distill_coef` adds; the same tokenizer as the policy's."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and schedule."""
     evaluate_every_steps: NonNegativeInt = 0
@@ -384,12 +348,9 @@ class RlStageSpec(StageBase):
 
     @model_validator(mode="after")
     def _combinations(self) -> RlStageSpec:
-        relative = ("grpo", "dr_grpo", "rloo", "batch_std")
-        if self.algorithm.advantage in relative and self.samples_per_prompt < 2:
-            raise ValueError(
-                f"`samples_per_prompt` is {self.samples_per_prompt}, but advantage `{self.algorithm.advantage}` compares samples "
-                "of one prompt and needs at least 2 (8 is usual; `reinforce` works with 1)"
-            )
+        self._check_groups()
+        if (self.algorithm.distill_coef > 0) != (self.teacher is not None):
+            raise ValueError("`algorithm.distill_coef` above 0 and `teacher` go together: give both, or neither")
         if self.updates_per_batch > self.prompts_per_step:
             raise ValueError(
                 f"`updates_per_batch` is {self.updates_per_batch}, more than the {self.prompts_per_step} groups of `prompts_per_step`"
@@ -398,6 +359,25 @@ class RlStageSpec(StageBase):
             raise ValueError("`evaluate_every_steps` needs an `evaluation` block")
         self.optimizer.check_updates(self.steps * self.updates_per_batch * self.epochs)
         return self
+
+    def _check_groups(self) -> None:
+        """Raise ValueError unless a prompt has as many samples as the algorithm compares."""
+        advantage, samples = self.algorithm.advantage, self.samples_per_prompt
+        if advantage.kind in GROUP_RELATIVE and samples < 2:
+            raise ValueError(
+                f"`samples_per_prompt` is {samples}, but advantage `{advantage.kind}` compares samples of one prompt and needs at "
+                "least 2 (8 is usual; `reinforce` works with 1)"
+            )
+        if isinstance(advantage, PassAtKAdvantage) and advantage.k > samples:
+            raise ValueError(f"`advantage.k` is {advantage.k}, more than the {samples} of `samples_per_prompt`")
+        if advantage.kind in CRITIC:
+            raise ValueError(
+                f"advantage `{advantage.kind}` reads a critic's values, and no critic is trained yet; use one that compares samples "
+                "(`grpo`, `rloo`) or token returns (`reinforce_pp`)"
+            )
+        kept = self.algorithm.replay_filter
+        if kept is not None and kept.keep > samples:
+            raise ValueError(f"`replay_filter.keep` is {kept.keep}, more than the {samples} of `samples_per_prompt`")
 
 
 class EvaluationSpec(Spec):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
+from typing import cast
 
 import yaml
 from pydantic import ValidationError
@@ -20,6 +20,8 @@ from nemo_rl_like.spec.extends import read_with_parents
 from nemo_rl_like.spec.interpolate import escape, interpolate
 from nemo_rl_like.spec.overrides import apply_overrides
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
+from nemo_rl_like.spec.schema_walk import kinds_of
+from nemo_rl_like.spec.shorthand import expand
 from nemo_rl_like.spec.source import Node, Path, child, dotted, plain
 from nemo_rl_like.spec.yaml_reader import install_core_schema
 
@@ -50,7 +52,7 @@ def load_spec(path: FilePath | str, overrides: Sequence[str] = ()) -> Experiment
     """
     written = apply_overrides(read_with_parents(FilePath(path)), overrides)
     _refuse_plain_secrets(written)
-    root = interpolate(written)
+    root = expand(interpolate(written), _model_schema(), _model_schema())
     try:
         return ExperimentSpec.model_validate_json(json.dumps(plain(root)), strict=True)
     except ValidationError as error:
@@ -70,7 +72,7 @@ def spec_hash(spec: ExperimentSpec) -> str:
 
 def json_schema() -> dict[str, JSON]:
     """JSON Schema (2020-12) of a spec file, for editors; a file with `extends` need not repeat required keys."""
-    schema = copy.deepcopy(_model_schema())
+    schema = cast(dict[str, JSON], _with_short_choices(_model_schema()))
     required = schema.pop("required")
     names: dict[str, JSON] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     names["description"] = "Spec file or files that this one starts from, relative to it."
@@ -87,6 +89,20 @@ def json_schema() -> dict[str, JSON]:
 @functools.cache
 def _model_schema() -> dict[str, JSON]:
     return ExperimentSpec.model_json_schema()
+
+
+def _with_short_choices(schema: JSON) -> JSON:
+    """A copy in which every tagged union may also be written as the text of a `kind`."""
+    if isinstance(schema, Mapping):
+        out: dict[str, JSON] = {key: _with_short_choices(value) for key, value in schema.items()}
+        kinds = kinds_of(schema)
+        if kinds:
+            union = {key: out.pop(key) for key in ("oneOf", "discriminator")}
+            out["anyOf"] = [{"enum": list(kinds)}, union]
+        return out
+    if isinstance(schema, Sequence) and not isinstance(schema, str):
+        return [_with_short_choices(item) for item in schema]
+    return schema
 
 
 def _escaped(value: JSON) -> JSON:

@@ -53,6 +53,23 @@ def block_of(schema: Schema, root: Schema) -> Schema:
     return block if "properties" in block else {}
 
 
+def resolved(schema: Schema, root: Schema) -> Schema:
+    """The block, list or tagged union that a field holds; `schema` itself when it holds none."""
+    return _block(schema, root)
+
+
+def kinds_of(schema: Schema) -> Mapping[str, str]:
+    """The members of a tagged union, by tag, as references; empty when `schema` is none."""
+    discriminator = schema.get("discriminator")
+    mapping = discriminator.get("mapping") if isinstance(discriminator, Mapping) else None
+    return {k: v for k, v in mapping.items() if isinstance(v, str)} if isinstance(mapping, Mapping) else {}
+
+
+def entry_of(block: Schema, part: str | int, root: Schema) -> Schema:
+    """Schema of the entry `part` of a block or list, which may be one of a tagged union; empty when there is none."""
+    return _deref(_entry(block, part), root)
+
+
 def describe(field: Schema, root: Schema) -> str:
     """What a field takes, in words: type, range, choices, keys."""
     field = _deref(field, root)
@@ -61,6 +78,9 @@ def describe(field: Schema, root: Schema) -> str:
         return "one of " + ", ".join(str(c) for c in choices)
     if "const" in field:
         return str(field["const"])
+    kinds = kinds_of(field)
+    if kinds and "items" not in field:
+        return f"one of {', '.join(kinds)}, or a block with such a `kind` and its numbers"
     branches = _schemas(field.get("anyOf")) or _schemas(field.get("oneOf"))
     if branches:
         return " or ".join(describe(b, root) for b in branches)
@@ -136,10 +156,8 @@ def _block(schema: Schema, root: Schema) -> Schema:
 
 def _tagged(schema: Schema, part: str | int, root: Schema) -> Schema | None:
     """The member of a tagged union that `part` names; None when `schema` is no such union."""
-    discriminator = schema.get("discriminator")
-    mapping = discriminator.get("mapping") if isinstance(discriminator, Mapping) else None
-    reference = mapping.get(str(part)) if isinstance(mapping, Mapping) else None
-    return _deref({"$ref": reference}, root) if isinstance(reference, str) else None
+    reference = kinds_of(schema).get(str(part))
+    return None if reference is None else _deref({"$ref": reference}, root)
 
 
 def _entry(block: Schema, part: str | int) -> Schema:

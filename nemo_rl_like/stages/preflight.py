@@ -51,6 +51,23 @@ def check_model(spec: ExperimentSpec) -> None:
             WeightMap(config).check(weights)
 
 
+def check_teacher(spec: ExperimentSpec, folder: str) -> None:
+    """The teacher's weights are there, fit the layout, and have the policy's vocabulary. Raises InputError, SpecError."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise InputError(f"`teacher` is {folder!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder")
+    config = ModelConfig.from_hf_folder(path)
+    config.check_layout(spec.policy.layout)
+    mine, theirs = (r.tokenizer.get_vocab() for r in (renderer_of(spec), Renderer.load(path)))
+    if mine != theirs:
+        raise InputError(
+            f"`teacher` {folder} has another tokenizer than the policy ({len(theirs)} tokens, the policy's {len(mine)}): its "
+            "log-probs would be those of other tokens; use a teacher of the same family"
+        )
+    with SafetensorsReader(path) as weights:
+        WeightMap(config).check(weights)
+
+
 def renderer_of(spec: ExperimentSpec) -> Renderer:
     """The tokenizer that the spec names, with its chat template. Raises InputError."""
     if spec.model.tokenizer is not None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+_PER_TOKEN = ("tokens", "loss_mask", "behavior", "version")
+_PER_ROW = ("prompt_id", "group_id", "episode_id", "valid")
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -33,6 +36,10 @@ class Row:
     """False: could not be scored; its loss mask must be all false."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward by name; `reward` is the sum that is trained."""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the row by name; every row has the same names."""
+    extras: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """[len(tokens)] further numbers of the tokens by name; every row has the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +68,21 @@ class TokenBatch:
     """bool [B]"""
     rewards: dict[str, Tensor] = field(default_factory=dict)
     """float32 [B] by name; NaN where the row is invalid."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [B] further numbers by name: `truncated`, `greedy`, `last_values`."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """float32 [N] per-token values made later: `advantages`, `proximal`, `reference`."""
+    """float32 [N] further per-token values: `turn`, `turn_rewards`, `proximal`, `reference`, `values`, `advantages`."""
 
     def __post_init__(self) -> None:
         n, b = self.tokens.numel(), self.prompt_lens.numel()
-        for name in ("loss_mask", "behavior", "version"):
+        for name in _PER_TOKEN:
             _expect(name, getattr(self, name), n)
-        for name in ("prompt_id", "group_id", "episode_id", "valid"):
+        for name in _PER_ROW:
             _expect(name, getattr(self, name), b)
         for name, value in self.rewards.items():
             _expect(f"rewards[{name}]", value, b)
+        for name, value in self.columns.items():
+            _expect(f"columns[{name}]", value, b)
         for name, value in self.extras.items():
             _expect(f"extras[{name}]", value, n)
         if self.cu_seqlens.numel() != b + 1 or int(self.cu_seqlens[-1]) != n:
@@ -99,6 +110,16 @@ class TokenBatch:
         """int64 [B] trained tokens of each row (T_i)."""
         return torch.zeros(self.rows, dtype=torch.int64).index_add_(0, self.row_of_token, self.loss_mask.long())
 
+    def column(self, name: str) -> Tensor:
+        """float32 [B] the rows' numbers of this name. Raises ValueError if the batch has none."""
+        if name not in self.columns:
+            raise ValueError(f"the batch's rows have no {name!r}; they have {', '.join(self.columns) or 'no columns'}")
+        return self.columns[name]
+
+    def with_columns(self, **values: Tensor) -> TokenBatch:
+        """The same batch with further numbers of its rows, each float32 [B]."""
+        return replace(self, columns={**self.columns, **values})
+
     def with_extras(self, **values: Tensor) -> TokenBatch:
         """The same batch with further per-token values, each float32 [N]."""
         return replace(self, extras={**self.extras, **values})
@@ -110,11 +131,12 @@ class TokenBatch:
         cu = torch.zeros(index.numel() + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=cu[1:])
         token = torch.arange(int(cu[-1])) + torch.repeat_interleave(starts - cu[:-1], lengths)
-        per_row = {k: getattr(self, k)[index] for k in ("prompt_lens", "prompt_id", "group_id", "episode_id", "valid")}
-        per_token = {k: getattr(self, k)[token] for k in ("tokens", "loss_mask", "behavior", "version")}
+        per_row = {k: getattr(self, k)[index] for k in (*_PER_ROW, "prompt_lens")}
+        per_token = {k: getattr(self, k)[token] for k in _PER_TOKEN}
         return TokenBatch(
             cu_seqlens=cu,
             rewards={k: v[index] for k, v in self.rewards.items()},
+            columns={k: v[index] for k, v in self.columns.items()},
             extras={k: v[token] for k, v in self.extras.items()},
             **per_row,
             **per_token,
@@ -126,8 +148,14 @@ def batch_rows(rows: Sequence[Row]) -> TokenBatch:
     if not rows:
         raise ValueError("a batch needs at least one row")
     names = sorted({name for row in rows for name in row.rewards})
+    columns, extras = rows[0].columns.keys(), rows[0].extras.keys()
     for i, row in enumerate(rows):
         n = len(row.tokens)
+        if row.columns.keys() != columns or row.extras.keys() != extras:
+            raise ValueError(f"row {i} has other columns or extras than row 0")
+        for what, values in row.extras.items():
+            if len(values) != n:
+                raise ValueError(f"row {i}: {what} has {len(values)} entries for {n} tokens")
         for what in ("loss_mask", "behavior", "version"):
             if len(getattr(row, what)) != n:
                 raise ValueError(f"row {i}: {what} has {len(getattr(row, what))} entries for {n} tokens")
@@ -152,6 +180,34 @@ def batch_rows(rows: Sequence[Row]) -> TokenBatch:
         episode_id=torch.tensor([r.episode_id for r in rows], dtype=torch.int64),
         valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
         rewards={k: torch.tensor([r.rewards.get(k, float("nan")) for r in rows], dtype=torch.float32) for k in names},
+        columns={k: torch.tensor([r.columns[k] for r in rows], dtype=torch.float32) for k in columns},
+        extras={k: torch.tensor([x for r in rows for x in r.extras[k]], dtype=torch.float32) for k in extras},
+    )
+
+
+def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """The rows of all batches in order, which have the same columns and extras.
+
+    Groups and episodes keep their ids, so those of different batches must differ; prompt ids are numbered anew.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    cuts = [torch.zeros(1, dtype=torch.int64)]
+    for batch in batches:
+        cuts.append(batch.cu_seqlens[1:] + cuts[-1][-1])
+    first = batches[0]
+    per_row = {k: torch.cat([getattr(b, k) for b in batches]) for k in (*_PER_ROW, "prompt_lens")}
+    starts = torch.tensor([0, *(int(b.prompt_id.max()) + 1 for b in batches[:-1])]).cumsum(0)
+    per_row["prompt_id"] += torch.repeat_interleave(starts, torch.tensor([b.rows for b in batches]))
+    per_token = {k: torch.cat([getattr(b, k) for b in batches]) for k in _PER_TOKEN}
+    rewards = sorted({name for b in batches for name in b.rewards})
+    return TokenBatch(
+        cu_seqlens=torch.cat(cuts),
+        rewards={k: torch.cat([b.rewards.get(k, torch.full((b.rows,), torch.nan)) for b in batches]) for k in rewards},
+        columns={k: torch.cat([b.columns[k] for b in batches]) for k in first.columns},
+        extras={k: torch.cat([b.extras[k] for b in batches]) for k in first.extras},
+        **per_row,
+        **per_token,
     )
 
 

@@ -9,7 +9,8 @@ from typing import cast
 
 import ray
 
-from nemo_rl_like.algorithms.objectives import PolicyGradient
+from nemo_rl_like.algorithms import kl
+from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.order import DataPosition
@@ -17,32 +18,30 @@ from nemo_rl_like.observe.terminal import Sample
 from nemo_rl_like.observe.timing import Timings
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.evaluation import EvaluationReport
+from nemo_rl_like.rollout.service import CollectPlan
 from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
 from nemo_rl_like.spec.experiment import RlStageSpec
 from nemo_rl_like.training.engine import RunEngine
 from nemo_rl_like.training.recipe import StepReport
-from nemo_rl_like.training.step_service import AdvantageSpec, PreparedStep
+from nemo_rl_like.training.step_service import PreparedStep, StepPlan
 
 ROLLOUT = "rollout"
 STEPS = "steps"
 
 
-def objective_of(spec: RlStageSpec) -> PolicyGradient:
-    """The loss that the stage's algorithm block describes."""
+def objective_of(spec: RlStageSpec, kl_coef: float | None = None) -> PolicyGradient:
+    """The loss that the stage's algorithm block describes; `kl_coef` takes the place of the block's.
+
+    A single update of a step takes the current log-probs as proximal ones, unless the advantages read them before.
+    """
     algorithm = spec.algorithm
-    single = spec.updates_per_batch * spec.epochs == 1
+    if kl_coef is not None and kl_coef != algorithm.kl.coef:
+        algorithm = algorithm.model_copy(update={"kl": algorithm.kl.model_copy(update={"coef": kl_coef})})
+    single = spec.updates_per_batch * spec.epochs == 1 and algorithm.recompute_proximal == "auto"
     return PolicyGradient(
-        policy_loss=algorithm.policy_loss,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        aggregation=algorithm.aggregation,
-        aggregation_length=algorithm.aggregation_length or spec.sampling.max_new_tokens,
-        kl_coef=algorithm.kl_coef,
-        kl_estimator=algorithm.kl_estimator,
-        entropy_coef=algorithm.entropy_coef,
-        on_policy=single and algorithm.recompute_proximal == "auto",
+        algorithm, max_new_tokens=spec.sampling.max_new_tokens, on_policy=single and not algorithm.advantages_read_proximal
     )
 
 
@@ -59,12 +58,14 @@ class RlRecipe:
     policy: Policy
     reference: Policy | None
     """Frozen model of the KL term; None when its coefficient is 0."""
+    teacher: Policy | None
+    """Model of `distill_coef`; None when it is 0."""
     engine: RunEngine
     workers: WorkerGroup
     """Hosts the services `rollout` and `steps`."""
     rollouts: Path | None
     """File that records every episode."""
-    _objective: PolicyGradient = field(init=False)
+    _kl_coef: float = field(init=False)
     _order: TaskOrder = field(init=False)
     _position: DataPosition = field(init=False)
     _updates: int = 0
@@ -72,7 +73,7 @@ class RlRecipe:
     _timings: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:
-        self._objective = objective_of(self.spec)
+        self._kl_coef = self.spec.algorithm.kl.coef
         tasks = cast(TaskList, self.workers.call(ROLLOUT, "task_list", "train", what="list of training tasks"))
         self._order = TaskOrder(tasks, self.seed)
         self._position = self._order.start()
@@ -108,14 +109,17 @@ class RlRecipe:
 
     def step(self, step: int) -> StepReport:
         """One rollout batch and its updates."""
-        batch, summary = self._collect(step)
-        prepared = self._prepare(step, batch)
-        metrics = {**summary.metrics(), **self._log_probs(prepared), **self._update(prepared, step)}
+        objective = objective_of(self.spec, self._kl_coef)
+        batch, metrics, summary = self._collect(step)
+        batch, seen = self._log_probs(batch, objective)
+        prepared = self._prepare(step, batch, objective.algorithm)
+        metrics |= {**seen, **prepared.metrics, **self._update(prepared, step, objective)}
+        self._adapt(metrics)
         with self._timings.part("sync"):
             metrics |= self.engine.sync(self.engine.version + 1)
         if self.spec.evaluate_every_steps and step % self.spec.evaluate_every_steps == 0:
             metrics |= self._evaluate()
-        return StepReport({**metrics, **self._timings.collect()}, _shown(summary, prepared.advantages))
+        return StepReport({**metrics, **self._timings.collect()}, _shown(summary, prepared.episode_advantages))
 
     def state(self) -> dict[str, JSON]:
         """Position in the prompts, counters, and the length of the record of episodes."""
@@ -124,6 +128,7 @@ class RlRecipe:
             "updates": self._updates,
             "version": self.engine.version,
             "recorded": self._recorded,
+            "kl_coef": self._kl_coef,
         }
 
     def load_state(self, state: Mapping[str, JSON]) -> None:
@@ -131,25 +136,55 @@ class RlRecipe:
         self._updates = cast(int, state.get("updates", 0))
         self._recorded = cast(int, state.get("recorded", 0))
         self.engine.version = cast(int, state.get("version", 0))
+        self._kl_coef = cast(float, state.get("kl_coef", self.spec.algorithm.kl.coef))
         position = cast(Mapping[str, str | int] | None, state.get("position"))
         if position is not None:
             self._position = DataPosition(str(position["dataset_sha256"]), int(position["consumed"]))
 
-    def _collect(self, step: int) -> tuple[ray.ObjectRef, RolloutSummary]:
-        tasks = self._order.draw(self._position, self.spec.prompts_per_step)
+    def _collect(self, step: int) -> tuple[ray.ObjectRef, dict[str, float], RolloutSummary]:
+        """The step's groups: those of one rollout, or with dynamic sampling those that have spread, drawn until there are enough."""
+        wanted = self.spec.prompts_per_step
+        batch, summary = self._rollout(step, wanted, 0)
+        metrics = summary.metrics()
+        dynamic = self.spec.algorithm.dynamic_sampling
+        if dynamic is None:
+            return batch, metrics, summary
+        parts, kept = self._with_spread([], 0, batch)
+        drawn, refills = wanted, 0
+        while kept < wanted and refills < dynamic.max_refills:
+            more, _ = self._rollout(step, wanted - kept, drawn)
+            drawn += wanted - kept
+            refills += 1
+            parts, kept = self._with_spread(parts, kept, more)
+        metrics |= {"dynamic_sampling/kept_groups": float(kept), "dynamic_sampling/drawn_groups": float(drawn)}
+        if parts:
+            batch = cast(ray.ObjectRef, self.workers.call(STEPS, "join", *parts, what=f"joining the rollouts of step {step}"))
+        return batch, metrics, summary
+
+    def _with_spread(
+        self, parts: list[ray.ObjectRef], kept: int, batch: ray.ObjectRef
+    ) -> tuple[list[ray.ObjectRef], int]:
+        found, count = cast(
+            tuple[ray.ObjectRef | None, int], self.workers.call(STEPS, "with_spread", batch, what="dynamic sampling")
+        )
+        return (parts if found is None else [*parts, found]), kept + count
+
+    def _rollout(self, step: int, prompts: int, first_group: int) -> tuple[ray.ObjectRef, RolloutSummary]:
+        tasks = self._order.draw(self._position, prompts)
         shown = self.spec.show_samples if (step - 1) % self.spec.show_samples_every_steps == 0 else 0
+        plan = CollectPlan(
+            step=step,
+            task_ids=tuple(tasks),
+            samples_per_prompt=self.spec.samples_per_prompt,
+            version=self.engine.version,
+            sampling=self.spec.sampling,
+            first_group=first_group,
+            greedy=self.spec.algorithm.advantage.kind == "remax",
+            show=shown,
+        )
         with self._timings.part("rollout"):
             got = self.workers.call(
-                ROLLOUT,
-                "collect_to_store",
-                step,
-                tasks,
-                self.spec.samples_per_prompt,
-                self.engine.version,
-                self.spec.sampling,
-                self.engine.client(),
-                shown,
-                what=f"rollout of step {step}",
+                ROLLOUT, "collect_to_store", plan, self.engine.client(), what=f"rollout of step {step}"
             )
         self._position = self._position.advance(len(tasks))
         if self.rollouts is not None:
@@ -157,44 +192,40 @@ class RlRecipe:
             self._recorded = cast(int, got_offset)
         return cast(tuple[ray.ObjectRef, RolloutSummary], got)
 
-    def _prepare(self, step: int, batch: ray.ObjectRef) -> _Step:
-        algorithm = self.spec.algorithm
-        shuffle = self.seed * 1_000_003 + step if algorithm.shuffle_rewards else None
+    def _prepare(self, step: int, batch: ray.ObjectRef, algorithm: AlgorithmSpec) -> PreparedStep:
+        plan = StepPlan(
+            algorithm=algorithm,
+            max_new_tokens=self.spec.sampling.max_new_tokens,
+            updates=self.spec.updates_per_batch,
+            epochs=self.spec.epochs,
+            seed=self.seed * 1_000_003 + step,
+        )
         with self._timings.part("advantages"):
-            got = self.workers.call(
-                STEPS,
-                "prepare",
-                batch,
-                AdvantageSpec(algorithm.advantage, shuffle),
-                self.spec.updates_per_batch,
-                self.spec.epochs,
-                self.seed * 1_000_003 + step,
-                what=f"advantages of step {step}",
-            )
-        prepared = cast(PreparedStep, got)
-        return _Step(prepared.batch, prepared.minibatches, prepared.episode_advantages)
+            got = self.workers.call(STEPS, "prepare", batch, plan, what=f"advantages of step {step}")
+        return cast(PreparedStep, got)
 
-    def _log_probs(self, step: _Step) -> dict[str, float]:
-        """Attach proximal and reference log-probs where the objective reads them; the gap metrics if they come from here."""
+    def _log_probs(self, batch: ray.ObjectRef, objective: PolicyGradient) -> tuple[ray.ObjectRef, dict[str, float]]:
+        """The batch with the log-probs that objective and advantages read; the gap metrics if they come from here."""
         metrics: dict[str, float] = {}
         temperature = self.spec.sampling.temperature
-        if not self._objective.on_policy:
+        if not objective.on_policy:
             with self._timings.part("logprobs"):
                 values, metrics = self.policy.logprobs(
-                    step.batch, temperature, self.engine.gap_limit(), "proximal log-probs"
+                    batch, temperature, self.engine.gap_limit(), "proximal log-probs"
                 )
-                step.batch = self._attach(step.batch, "proximal", values)
-        if self.reference is not None:
-            with self._timings.part("reference"):
-                values, _ = self.reference.logprobs(step.batch, temperature, what="reference log-probs")
-                step.batch = self._attach(step.batch, "reference", values)
-        return metrics
+                batch = self._attach(batch, "proximal", values)
+        for name, model in (("reference", self.reference), ("teacher", self.teacher)):
+            if model is not None:
+                with self._timings.part(name):
+                    values, _ = model.logprobs(batch, temperature, what=f"{name} log-probs")
+                    batch = self._attach(batch, name, values)
+        return batch, metrics
 
     def _attach(self, batch: ray.ObjectRef, name: str, values: ray.ObjectRef) -> ray.ObjectRef:
         return cast(ray.ObjectRef, self.workers.call(STEPS, "attach", batch, name, values, what=f"attaching {name}"))
 
-    def _update(self, step: _Step, number: int) -> dict[str, float]:
-        gap = self.engine.gap_limit() if self._objective.on_policy else None
+    def _update(self, step: PreparedStep, number: int, objective: PolicyGradient) -> dict[str, float]:
+        gap = self.engine.gap_limit() if objective.on_policy else None
         made: list[dict[str, float]] = []
         with self._timings.part("update"):
             for index, rows in enumerate(step.minibatches):
@@ -202,7 +233,7 @@ class RlRecipe:
                     self.policy.train_step(
                         step.batch,
                         rows,
-                        self._objective,
+                        objective,
                         self.spec.sampling.temperature,
                         gap,
                         what=f"update {index + 1} of {len(step.minibatches)} of step {number}",
@@ -211,19 +242,21 @@ class RlRecipe:
                 self._updates += 1
         return {name: sum(m[name] for m in made) / len(made) for name in made[0]} | {"lr": made[-1]["lr"]}
 
+    def _adapt(self, metrics: dict[str, float]) -> None:
+        """Move the KL's coefficient towards its target, for the next step."""
+        spec = self.spec.algorithm.kl
+        if spec.coef:
+            metrics["kl/coef"] = self._kl_coef
+        if spec.adaptive is not None:
+            samples = self.spec.prompts_per_step * self.spec.samples_per_prompt
+            self._kl_coef = kl.adapted(
+                self._kl_coef, metrics["kl/k1"], spec.adaptive.target, spec.adaptive.horizon, samples
+            )
+
     def _evaluate(self) -> dict[str, float]:
         with self._timings.part("evaluate"):
             got = self.workers.call(ROLLOUT, "evaluate", self.spec.evaluation, self.engine.client(), what="evaluation")
         return cast(EvaluationReport, got).metrics()
-
-
-@dataclass(slots=True)
-class _Step:
-    """The batch of a step on its way from rollout to update."""
-
-    batch: ray.ObjectRef
-    minibatches: tuple[tuple[int, ...] | None, ...]
-    advantages: Mapping[int, float]
 
 
 def _shown(summary: RolloutSummary, advantages: Mapping[int, float]) -> tuple[Sample, ...]:

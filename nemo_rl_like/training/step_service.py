@@ -1,4 +1,4 @@
-"""Work on a step's batch that belongs to no rank: advantages, minibatches, attached log-probs, the record of rollouts.
+"""Work on a step's batch that belongs to no rank: filters, advantages, minibatches, attached log-probs.
 
 Hosted beside the rollout service, so that token tensors never pass through the driver.
 """
@@ -12,19 +12,12 @@ import ray
 import torch
 from torch import Tensor
 
-from nemo_rl_like.algorithms.objectives import with_advantages
+from nemo_rl_like.algorithms.episodes import Episodes
+from nemo_rl_like.algorithms.shaping import kept_groups, kept_samples
+from nemo_rl_like.algorithms.step import with_advantages
 from nemo_rl_like.cluster.context import RankContext
-from nemo_rl_like.tokens.batch import TokenBatch
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageSpec:
-    """How advantages are made of rewards."""
-
-    estimator: str
-    """Name in `algorithms.advantages.ESTIMATORS`."""
-    shuffle_seed: int | None = None
-    """Permute the rewards over the step's episodes first (control experiment)."""
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.tokens.batch import TokenBatch, concat
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +29,24 @@ class PreparedStep:
     minibatches: tuple[tuple[int, ...] | None, ...]
     """Rows of each update, in order; None = all rows."""
     episode_advantages: dict[int, float]
-    """Advantage by episode id."""
+    """Mean advantage over an episode's trained tokens, by episode id."""
+    metrics: dict[str, float]
+    """Spread of the advantages, and what filters dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What is made of a rollout batch before its updates."""
+
+    algorithm: AlgorithmSpec
+    max_new_tokens: int
+    """Limit of a response, in tokens."""
+    updates: int
+    """Minibatches of whole groups an epoch."""
+    epochs: int
+    """Passes over the batch."""
+    seed: int
+    """Of everything that is drawn: order of groups, shuffled rewards, filters."""
 
 
 class StepService:
@@ -45,22 +55,49 @@ class StepService:
     def __init__(self, context: RankContext) -> None:
         self._context = context
 
-    def prepare(
-        self, batch: TokenBatch, advantage: AdvantageSpec, updates: int, epochs: int, seed: int
-    ) -> PreparedStep:
-        """Advantages, and the rows of each of `epochs` x `updates` minibatches of whole groups."""
-        episodes = torch.unique(batch.episode_id)
-        permutation = _permutation(episodes.numel(), advantage.shuffle_seed)
-        ready = with_advantages(batch, advantage.estimator, permutation=permutation)
+    def prepare(self, batch: TokenBatch, plan: StepPlan) -> PreparedStep:
+        """Filters, advantages, and the rows of each minibatch of whole groups."""
+        algorithm, before = plan.algorithm, batch.rows
+        batch = filtered(batch, algorithm, plan.seed)
+        permutation = None
+        if algorithm.shuffle_rewards:
+            permutation = torch.randperm(torch.unique(batch.episode_id).numel(), generator=_generator(plan.seed))
+        ready = with_advantages(batch, algorithm, plan.max_new_tokens, permutation)
+        if algorithm.policy_loss.kind == "clip_cov":
+            ready = ready.with_extras(draws=torch.rand(batch.tokens.numel(), generator=_generator(plan.seed)))
         return PreparedStep(
             batch=ray.put(ready),
-            minibatches=minibatches(batch.group_id, updates, epochs, seed),
+            minibatches=minibatches(batch.group_id, plan.updates, plan.epochs, plan.seed),
             episode_advantages=_episode_advantages(ready),
+            metrics={**_advantage_metrics(ready), "filter/dropped_rows": float(before - ready.rows)},
         )
 
     def attach(self, batch: TokenBatch, name: str, values: Tensor) -> ray.ObjectRef:
         """The batch with one more per-token value, float32 [N]."""
         return ray.put(batch.with_extras(**{name: values}))
+
+    def with_spread(self, batch: TokenBatch) -> tuple[ray.ObjectRef | None, int]:
+        """The groups whose raw scores are not constant, and their number; None if there is none."""
+        episodes = Episodes.of(batch)
+        kept = torch.unique(batch.group_id)[kept_groups(episodes)]
+        if not kept.numel():
+            return None, 0
+        return ray.put(batch.select(torch.isin(batch.group_id, kept).nonzero()[:, 0])), kept.numel()
+
+    def join(self, *batches: TokenBatch) -> ray.ObjectRef:
+        """One batch of all the rows."""
+        return ray.put(concat(batches))
+
+
+def filtered(batch: TokenBatch, algorithm: AlgorithmSpec, seed: int) -> TokenBatch:
+    """The rows of the samples that `replay_filter` keeps; all without one."""
+    if algorithm.replay_filter is None:
+        return batch
+    episodes = Episodes.of(batch)
+    draws = torch.rand(episodes.count, generator=_generator(seed))
+    kept = torch.unique(batch.episode_id)[kept_samples(episodes, algorithm.replay_filter, draws)]
+    rows = torch.isin(batch.episode_id, kept).nonzero()[:, 0]
+    return batch.select(rows) if rows.numel() else batch
 
 
 def minibatches(group_id: Tensor, updates: int, epochs: int, seed: int) -> tuple[tuple[int, ...] | None, ...]:
@@ -82,13 +119,21 @@ def minibatches(group_id: Tensor, updates: int, epochs: int, seed: int) -> tuple
     return tuple(out)
 
 
-def _permutation(count: int, seed: int | None) -> Tensor | None:
-    if seed is None:
-        return None
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def _episode_advantages(batch: TokenBatch) -> dict[int, float]:
-    rows = batch.row_of_token[batch.loss_mask]
-    values = torch.zeros(batch.rows).index_copy_(0, rows, batch.extras["advantages"][batch.loss_mask])
-    return dict(zip(batch.episode_id.tolist(), values.tolist(), strict=True))
+    ids, of_row = torch.unique(batch.episode_id, return_inverse=True)
+    episode = of_row[batch.row_of_token[batch.loss_mask]]
+    total = torch.zeros(ids.numel()).index_add_(0, episode, batch.extras["advantages"][batch.loss_mask])
+    mean = total / torch.bincount(episode, minlength=ids.numel()).clamp(min=1)
+    return dict(zip(ids.tolist(), mean.tolist(), strict=True))
+
+
+def _advantage_metrics(batch: TokenBatch) -> dict[str, float]:
+    """Mean and std of the advantages over trained tokens; 0 if there are none."""
+    values = batch.extras["advantages"][batch.loss_mask]
+    if not values.numel():
+        return {"advantages/mean": 0.0, "advantages/std": 0.0}
+    return {"advantages/mean": float(values.mean()), "advantages/std": float(values.std(correction=0))}
