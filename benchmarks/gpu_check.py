@@ -37,7 +37,7 @@ from gpu_check_parts import (
 )
 from peer import one_rank, provenance, write_json
 
-from nemo_rl_like.algorithms.objectives import PolicyGradient
+from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter

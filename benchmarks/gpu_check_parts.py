@@ -16,7 +16,7 @@ import torch
 from peer import one_rank
 from torch import Tensor
 
-from nemo_rl_like.algorithms.objectives import PolicyGradient
+from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.generation.types import Completion, Request
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import write_hf_folder
@@ -134,8 +134,7 @@ def run_steps(folder: Path, dtype: DType, spec: PolicySpec, batch: TokenBatch, s
 
 def log_probs(rank: PolicyRank, batch: TokenBatch, temperature: float) -> Tensor:
     """float32 [N] of the batch's trained tokens, 0 elsewhere."""
-    flat, _ = rank._walk(batch, batch.trained_per_row > 0, Walk(temperature), training=False)
-    return flat.cpu()
+    return rank._walk(batch, batch.trained_per_row > 0, Walk(temperature), training=False).logprobs.cpu()
 
 
 def _gradient(folder: Path) -> dict[str, Tensor]:

@@ -25,11 +25,11 @@ from rewards import distinct, first_integer
 from safetensors import safe_open
 from transformers import TrainerCallback
 
-from nemo_rl_like.algorithms.objectives import with_advantages
+from nemo_rl_like.algorithms.step import with_advantages
 from nemo_rl_like.generation.embedded import EmbeddedEngine
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.policy.rank import PolicyRank
-from nemo_rl_like.rollout.service import RolloutService
+from nemo_rl_like.rollout.service import CollectPlan, RolloutService
 from nemo_rl_like.spec.experiment import (
     EngineSpec,
     EnvironmentSpec,
@@ -124,10 +124,9 @@ class Ours:
         """The step's prompts, sampled and graded, with advantages."""
         first = step * self._options.prompts
         tasks = [f"row-{first + i + 1}" for i in range(self._options.prompts)]
-        batch, _ = self._services[reward].collect(
-            step, tasks, self._options.samples, self._version, self.stage.sampling, self.engine
-        )
-        return with_advantages(batch, self.stage.algorithm.advantage)
+        plan = CollectPlan(step, tuple(tasks), self._options.samples, self._version, self.stage.sampling)
+        batch, _ = self._services[reward].collect(plan, self.engine)
+        return with_advantages(batch, self.stage.algorithm, self._options.new_tokens)
 
     def step(self, reward: str, step: int) -> dict[str, float]:
         """One step; seconds by part, and the rows that were trained."""

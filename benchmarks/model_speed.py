@@ -89,7 +89,7 @@ def _megatron(rank: PolicyRank) -> Callable[[TokenBatch], float]:
     def run(batch: TokenBatch) -> float:
         ddp.zero_grad_buffer()
         stats = objective.prepare(batch)
-        _, sums = rank._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=True)
+        sums = rank._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=True).sums
         return float(sums[0])
 
     return run

@@ -51,7 +51,9 @@ def maxrl(episodes: Episodes, options: spec.MaxRlAdvantage) -> Tensor:
     groups = episodes.groups
     lowest = torch.where(groups.valid, episodes.rewards, 0.0)
     if bool((lowest < 0).any()):
-        raise ValueError(f"advantage `maxrl` divides by the group's mean and takes no negative reward, got {float(lowest.min())}")
+        raise ValueError(
+            f"advantage `maxrl` divides by the group's mean and takes no negative reward, got {float(lowest.min())}"
+        )
     mean = (groups.sum(episodes.rewards) / groups.sizes().clamp(min=1))[groups.index]
     centered = groups.centered(episodes.rewards)
     return _relative(episodes, torch.where(mean > 0, centered / torch.where(mean > 0, mean, 1.0), 0.0))
@@ -224,7 +226,9 @@ def _deltas(episodes: Episodes, gamma: float, bootstrap: bool) -> Tensor:
     last = None
     if bootstrap:
         if episodes.truncated is None or episodes.last_values is None:
-            raise ValueError("`bootstrap_truncated` needs to know which episodes were cut, and the critic's last values")
+            raise ValueError(
+                "`bootstrap_truncated` needs to know which episodes were cut, and the critic's last values"
+            )
         last = torch.where(episodes.truncated, episodes.last_values, 0.0)
     return episodes.rewards_by_token() + gamma * episodes.next_values(last) - _values(episodes)
 

@@ -212,7 +212,9 @@ class PolicyGradient:
 def _covariance(values: dict[str, Tensor], mask: Tensor) -> Tensor:
     """[N] (current - mean)(A - mean) over the trained tokens of the step, float64; 0 elsewhere."""
     count = mask.sum().clamp(min=1)
-    deviations = [torch.where(mask, x - x.sum() / count, 0.0) for x in (values[n].double() for n in ("current", "advantages"))]
+    deviations = [
+        torch.where(mask, x - x.sum() / count, 0.0) for x in (values[n].double() for n in ("current", "advantages"))
+    ]
     return deviations[0] * deviations[1]
 
 

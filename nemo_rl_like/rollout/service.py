@@ -152,9 +152,7 @@ class RolloutService:
         """
         known = self._split(TRAIN)
         tasks = [_known(known, task_id) for task_id in plan.task_ids]
-        plans = self._plans(
-            tasks, plan.samples_per_prompt, purpose=TRAIN, step=plan.step, first_group=plan.first_group
-        )
+        plans = self._plans(tasks, plan.samples_per_prompt, purpose=TRAIN, step=plan.step, first_group=plan.first_group)
         runner = self._runner(engine, plan.sampling.max_new_tokens)
         restarts = self._pool.restarts
         episodes = runner.run(plans, self._engine_sampling(plan.sampling))

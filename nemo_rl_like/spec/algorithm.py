@@ -411,9 +411,13 @@ class KlSpec(Spec):
     @model_validator(mode="after")
     def _has_a_gradient(self) -> KlSpec:
         if self.place == "reward" and self.estimator != "k1":
-            raise ValueError(f"`place: reward` takes the KL from the return and needs `estimator: k1`, got {self.estimator}")
+            raise ValueError(
+                f"`place: reward` takes the KL from the return and needs `estimator: k1`, got {self.estimator}"
+            )
         if self.place == "loss" and self.estimator == "k1" and not self.unbiased:
-            raise ValueError("`estimator: k1` in the loss has an expected gradient of 0; use k2 or k3, or `unbiased: true`")
+            raise ValueError(
+                "`estimator: k1` in the loss has an expected gradient of 0; use k2 or k3, or `unbiased: true`"
+            )
         if self.place == "reward" and self.unbiased:
             raise ValueError("`unbiased` weighs the KL in the loss; with `place: reward` remove it")
         return self

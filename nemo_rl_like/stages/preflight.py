@@ -55,7 +55,9 @@ def check_teacher(spec: ExperimentSpec, folder: str) -> None:
     """The teacher's weights are there, fit the layout, and have the policy's vocabulary. Raises InputError, SpecError."""
     path = Path(folder)
     if not path.is_dir():
-        raise InputError(f"`teacher` is {folder!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder")
+        raise InputError(
+            f"`teacher` is {folder!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder"
+        )
     config = ModelConfig.from_hf_folder(path)
     config.check_layout(spec.policy.layout)
     mine, theirs = (r.tokenizer.get_vocab() for r in (renderer_of(spec), Renderer.load(path)))

@@ -41,7 +41,9 @@ def objective_of(spec: RlStageSpec, kl_coef: float | None = None) -> PolicyGradi
         algorithm = algorithm.model_copy(update={"kl": algorithm.kl.model_copy(update={"coef": kl_coef})})
     single = spec.updates_per_batch * spec.epochs == 1 and algorithm.recompute_proximal == "auto"
     return PolicyGradient(
-        algorithm, max_new_tokens=spec.sampling.max_new_tokens, on_policy=single and not algorithm.advantages_read_proximal
+        algorithm,
+        max_new_tokens=spec.sampling.max_new_tokens,
+        on_policy=single and not algorithm.advantages_read_proximal,
     )
 
 
@@ -158,7 +160,9 @@ class RlRecipe:
             parts, kept = self._with_spread(parts, kept, more)
         metrics |= {"dynamic_sampling/kept_groups": float(kept), "dynamic_sampling/drawn_groups": float(drawn)}
         if parts:
-            batch = cast(ray.ObjectRef, self.workers.call(STEPS, "join", *parts, what=f"joining the rollouts of step {step}"))
+            batch = cast(
+                ray.ObjectRef, self.workers.call(STEPS, "join", *parts, what=f"joining the rollouts of step {step}")
+            )
         return batch, metrics, summary
 
     def _with_spread(

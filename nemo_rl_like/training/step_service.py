@@ -12,6 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
+from nemo_rl_like.algorithms import kl
 from nemo_rl_like.algorithms.episodes import Episodes
 from nemo_rl_like.algorithms.shaping import kept_groups, kept_samples
 from nemo_rl_like.algorithms.step import with_advantages
@@ -69,7 +70,7 @@ class StepService:
             batch=ray.put(ready),
             minibatches=minibatches(batch.group_id, plan.updates, plan.epochs, plan.seed),
             episode_advantages=_episode_advantages(ready),
-            metrics={**_advantage_metrics(ready), "filter/dropped_rows": float(before - ready.rows)},
+            metrics={**_advantage_metrics(ready, algorithm), "filter/dropped_rows": float(before - ready.rows)},
         )
 
     def attach(self, batch: TokenBatch, name: str, values: Tensor) -> ray.ObjectRef:
@@ -131,9 +132,16 @@ def _episode_advantages(batch: TokenBatch) -> dict[int, float]:
     return dict(zip(ids.tolist(), mean.tolist(), strict=True))
 
 
-def _advantage_metrics(batch: TokenBatch) -> dict[str, float]:
-    """Mean and std of the advantages over trained tokens; 0 if there are none."""
-    values = batch.extras["advantages"][batch.loss_mask]
-    if not values.numel():
-        return {"advantages/mean": 0.0, "advantages/std": 0.0}
-    return {"advantages/mean": float(values.mean()), "advantages/std": float(values.std(correction=0))}
+def _advantage_metrics(batch: TokenBatch, algorithm: AlgorithmSpec) -> dict[str, float]:
+    """Mean and std of the advantages over trained tokens, and the KL that was taken from the reward; 0 if there are no tokens."""
+    mask = batch.loss_mask
+    count = max(int(mask.sum()), 1)
+    values = torch.where(mask, batch.extras["advantages"].double(), 0.0)
+    mean = float(values.sum()) / count
+    spread = float(torch.where(mask, values - mean, 0.0).square().sum()) / count
+    out = {"advantages/mean": mean, "advantages/std": spread**0.5}
+    if algorithm.kl.coef and algorithm.kl.place == "reward":
+        x = batch.extras["proximal"] - batch.extras["reference"]
+        out["kl/k1"] = float(torch.where(mask, x, 0.0).sum()) / count
+        out["kl"] = float(torch.where(mask, kl.k3(x), 0.0).sum()) / count
+    return out

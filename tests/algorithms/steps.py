@@ -156,7 +156,9 @@ def _row(episode: int, sample: Sample, part: Sequence[int], prompt_id: int) -> R
 def random_current(seed: int, samples: Sequence[Sample], spread: float = 0.4) -> list[list[float]]:
     """Current log-probs near the proximal ones, as float32 holds them."""
     draw = torch.Generator().manual_seed(1000 + seed)
-    return [[rounded(tok.proximal + float(torch.randn((), generator=draw)) * spread) for tok in s.tokens] for s in samples]
+    return [
+        [rounded(tok.proximal + float(torch.randn((), generator=draw)) * spread) for tok in s.tokens] for s in samples
+    ]
 
 
 def on_batch(batch: TokenBatch, places: Sequence[Sequence[int]], values: Sequence[Sequence[float]]) -> Tensor:

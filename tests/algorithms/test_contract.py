@@ -70,7 +70,9 @@ def expected(algorithm: AlgorithmSpec, both: Both) -> tuple[Tensor, Tensor]:
     return loss.detach(), both.flat(slopes)
 
 
-def made(objective: PolicyGradient, batch: TokenBatch, current: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def made(
+    objective: PolicyGradient, batch: TokenBatch, current: Tensor, parts: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """The package's loss over passes given as places [m] in the batch, and its gradient by `current` float64 [N]."""
     stats = objective.prepare(batch)
     at = current.clone().requires_grad_()
@@ -148,7 +150,9 @@ def test_row_order_and_padding_change_nothing(number: int) -> None:
     order = torch.randperm(both.batch.rows, generator=torch.Generator().manual_seed(number)).tolist()
     cuts = both.batch.cu_seqlens.tolist()
     moved = torch.cat([torch.arange(cuts[row], cuts[row + 1]) for row in order])
-    bare = replace(both.batch, extras={k: v for k, v in both.batch.extras.items() if k not in ("advantages", "returns")})
+    bare = replace(
+        both.batch, extras={k: v for k, v in both.batch.extras.items() if k not in ("advantages", "returns")}
+    )
     shuffled = with_advantages(bare.select(order), algorithm, LIMIT)
     got, got_slope = made(objective, shuffled, current[moved], [shuffled.loss_mask.nonzero()[:, 0]])
     torch.testing.assert_close(got, loss, atol=1e-6, rtol=1e-6)
@@ -201,4 +205,6 @@ def test_every_registered_choice_is_in_a_cell_and_every_kind_of_the_spec_is_regi
     }
     assert {axis: set(names) for axis, names in registered.items()} == seen
     with capsys.disabled():
-        print(f"\n{len(CELLS)} cells cover all pairs of {sum(map(len, cells.axes().values()))} settings on {len(cells.axes())} axes")
+        print(
+            f"\n{len(CELLS)} cells cover all pairs of {sum(map(len, cells.axes().values()))} settings on {len(cells.axes())} axes"
+        )

@@ -65,9 +65,9 @@ def test_what_is_done_is_skipped_with_a_reason_and_not_touched(tmp_path: Path) -
     [
         ({"stages": {"sft": {"steps": 4}}}, ["sft", "rl", "evaluate", "export"], "stage.steps: 3 -> 4"),
         (
-            {"stages": {"rl": {"algorithm": {"clip_high": 0.3}}}},
+            {"stages": {"rl": {"algorithm": {"policy_loss": {"kind": "clip", "high": 0.3}}}}},
             ["rl", "evaluate", "export"],
-            "stage.algorithm.clip_high",
+            "stage.algorithm.policy_loss.high",
         ),
         ({"stages": {"export": {"shard_gib": 1.0}}}, ["export"], "stage.shard_gib: 4.0 -> 1.0"),
         ({"seed": 2}, ["sft", "rl", "evaluate", "export"], "seed: 1 -> 2"),

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_rl_like.algorithms.objectives import PolicyGradient
+from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.policy.gap import GapExceeded, GapLimit
 from nemo_rl_like.policy.rank import NonFinite, PolicyRank, Walk
+from nemo_rl_like.spec.algorithm import AlgorithmSpec, KlSpec
 from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training.step_service import minibatches
@@ -26,7 +27,7 @@ from tests.policy.test_laws import TEMPERATURE, make_batch
 
 PLAIN = OptimizerSpec(lr=1e-2, eps=1e-4, clip_grad=1.0)
 DECAYED = PLAIN.model_copy(update={"weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 3})
-CLIP = PolicyGradient(kl_coef=0.1)
+CLIP = PolicyGradient(AlgorithmSpec(kl=KlSpec(coef=0.1)))
 UPDATES = 4
 
 
@@ -41,8 +42,7 @@ def member(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, o
 
 def log_probs(of: PolicyRank, batch: TokenBatch) -> torch.Tensor:
     """Log-probs of the trained tokens, [N]."""
-    flat, _ = of._walk(batch, batch.trained_per_row > 0, Walk(TEMPERATURE), training=False)
-    return flat
+    return of._walk(batch, batch.trained_per_row > 0, Walk(TEMPERATURE), training=False).logprobs
 
 
 def weights(of: PolicyRank) -> dict[str, torch.Tensor]:
@@ -131,7 +131,13 @@ def copies(rank: int, world: int, port: int, folder: Path) -> Counter[str]:
     values = log_probs(this, batch)
     ready = batch.with_extras(proximal=values, reference=values)
     with counted_copies() as found:
-        this.train_step(ready, None, replace(CLIP, entropy_coef=0.01), TEMPERATURE, GapLimit(1e9, 0))
+        this.train_step(
+            ready,
+            None,
+            replace(CLIP, algorithm=CLIP.algorithm.model_copy(update={"entropy_coef": 0.01})),
+            TEMPERATURE,
+            GapLimit(1e9, 0),
+        )
     return found
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from nemo_rl_like.algorithms.objectives import PolicyGradient
+from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
+from nemo_rl_like.spec.algorithm import AlgorithmSpec, KlSpec, SequenceMeanTokenMean
 from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 from tests.policy.ranks import run_ranks
@@ -17,7 +18,7 @@ from tests.tiny_folders import save_llama
 
 VOCAB = 97
 TEMPERATURE = 0.7
-OBJECTIVE = PolicyGradient(aggregation="sequence_mean_token_mean", kl_coef=0.1, entropy_coef=0.01)
+OBJECTIVE = PolicyGradient(AlgorithmSpec(aggregation=SequenceMeanTokenMean(), kl=KlSpec(coef=0.1), entropy_coef=0.01))
 BETA1 = 0.9
 
 
@@ -107,7 +108,7 @@ def step(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, ord
     )
     member = PolicyRank(context, folder=str(folder), policy=policy, dtype="float32")
     batch = make_batch() if order is None else make_batch().select(order)
-    flat, _ = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False)
+    flat = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False).logprobs
     member.start_training(OptimizerSpec(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
     metrics = member.train_step(batch, None, OBJECTIVE, TEMPERATURE)
     moments = dict(member._store._moments(member._training()[1]))

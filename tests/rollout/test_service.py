@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.tokenizer import character_tokenizer
-from nemo_rl_like.rollout.service import RolloutService, TooManyInvalid, WrongWeightVersion
+from nemo_rl_like.rollout.service import CollectPlan, RolloutService, TooManyInvalid, WrongWeightVersion
 from nemo_rl_like.spec.experiment import EnvironmentSpec, EvaluationSpec, SamplingSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.data.small_tokenizers import CHATML, FORGETS_THOUGHTS, bpe_tokenizer
@@ -93,7 +93,9 @@ def _rows(batch: TokenBatch):
 def test_the_batch_does_not_depend_on_which_environment_answers_first(make, delay_seed, processes):
     ids = ["train-3", "train-1", "train-3"]
     batches = [
-        make(_chatter(delay_seed=d, processes=p)).collect(4, ids, 3, 0, SamplingSpec(max_new_tokens=40), _engine())[0]
+        make(_chatter(delay_seed=d, processes=p)).collect(
+            CollectPlan(4, tuple(ids), 3, 0, SamplingSpec(max_new_tokens=40)), _engine()
+        )[0]
         for d, p in ((0, 0), (delay_seed, processes))
     ]
     assert _same(*batches)
@@ -102,8 +104,20 @@ def test_the_batch_does_not_depend_on_which_environment_answers_first(make, dela
 def test_the_same_step_is_the_same_batch_and_another_step_or_seed_is_not(make):
     def batch(step, run_seed):
         service = make(_chatter(), run_seed=run_seed)
-        service.collect(0, ["train-0"], 2, 0, SamplingSpec(), _engine())
-        return service.collect(step, ["train-3", "train-1"], 3, 0, SamplingSpec(), _engine())[0]
+        service.collect(CollectPlan(0, ("train-0",), 2, 0, SamplingSpec()), _engine())
+        return service.collect(
+            CollectPlan(
+                step,
+                (
+                    "train-3",
+                    "train-1",
+                ),
+                3,
+                0,
+                SamplingSpec(),
+            ),
+            _engine(),
+        )[0]
 
     assert _same(batch(5, 1), batch(5, 1))
     assert not _same(batch(5, 1), batch(6, 1))
@@ -112,7 +126,19 @@ def test_the_same_step_is_the_same_batch_and_another_step_or_seed_is_not(make):
 
 def test_what_was_sampled_is_in_the_batch_token_for_token_and_nothing_else_is_trained(make):
     engine = _engine(version=7)
-    batch, _ = make(_chatter()).collect(1, ["train-1", "train-2"], 4, 7, SamplingSpec(max_new_tokens=60), engine)
+    batch, _ = make(_chatter()).collect(
+        CollectPlan(
+            1,
+            (
+                "train-1",
+                "train-2",
+            ),
+            4,
+            7,
+            SamplingSpec(max_new_tokens=60),
+        ),
+        engine,
+    )
     sampled = {}
     for requests in engine.calls:
         for request in requests:
@@ -138,7 +164,7 @@ def _runs(mask):
 
 def test_a_next_turn_continues_the_exact_ids_so_far(make):
     engine = _engine()
-    batch, _ = make(_chatter()).collect(1, ["train-1"], 3, 0, SamplingSpec(max_new_tokens=60), engine)
+    batch, _ = make(_chatter()).collect(CollectPlan(1, ("train-1",), 3, 0, SamplingSpec(max_new_tokens=60)), engine)
     rows = [tokens for tokens, *_ in _rows(batch)]
     assert len(engine.calls) > 1
     for requests in engine.calls:
@@ -149,7 +175,20 @@ def test_a_next_turn_continues_the_exact_ids_so_far(make):
 def test_samples_of_one_prompt_share_a_request_and_a_prompt_id_and_drawn_twice_stay_two_groups(make):
     engine = _engine()
     service = make(_chatter(turns=1))
-    batch, summary = service.collect(1, ["train-1", "train-1", "train-2"], 4, 0, SamplingSpec(), engine)
+    batch, summary = service.collect(
+        CollectPlan(
+            1,
+            (
+                "train-1",
+                "train-1",
+                "train-2",
+            ),
+            4,
+            0,
+            SamplingSpec(),
+        ),
+        engine,
+    )
     assert [len(r.seeds) for r in engine.calls[0]] == [4, 4, 4]
     assert batch.group_id.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert batch.episode_id.tolist() == list(range(12))
@@ -160,7 +199,9 @@ def test_samples_of_one_prompt_share_a_request_and_a_prompt_id_and_drawn_twice_s
 
 
 def test_turn_rewards_are_summed_and_parts_are_kept(make):
-    batch, summary = make(_chatter(turns=3)).collect(1, ["train-1"], 6, 0, SamplingSpec(max_new_tokens=200), _engine())
+    batch, summary = make(_chatter(turns=3)).collect(
+        CollectPlan(1, ("train-1",), 6, 0, SamplingSpec(max_new_tokens=200)), _engine()
+    )
     assert torch.equal(batch.rewards["reward"], batch.rewards["length"])
     assert batch.rewards["turn3"].tolist() == [1.0] * 6
     said = (batch.trained_per_row - 3).float()
@@ -180,7 +221,9 @@ def test_turn_rewards_are_summed_and_parts_are_kept(make):
 )
 def test_limits_end_episodes_and_never_make_a_token_more(make, limits, context, stop):
     service = make(_chatter(turns=4), max_context=context)
-    batch, summary = service.collect(1, ["train-1"], 4, 0, SamplingSpec(**limits), _engine(max_context=context))
+    batch, summary = service.collect(
+        CollectPlan(1, ("train-1",), 4, 0, SamplingSpec(**limits)), _engine(max_context=context)
+    )
     assert set(summary.stops) == {stop}
     assert batch.trained_per_row.max() <= limits["max_new_tokens"]
     assert batch.lengths.max() <= context
@@ -189,13 +232,27 @@ def test_limits_end_episodes_and_never_make_a_token_more(make, limits, context, 
 
 
 def test_the_turn_limit_ends_episodes(make):
-    _, summary = make(_chatter(max_turns=2)).collect(1, ["train-1"], 4, 0, SamplingSpec(max_new_tokens=200), _engine())
+    _, summary = make(_chatter(max_turns=2)).collect(
+        CollectPlan(1, ("train-1",), 4, 0, SamplingSpec(max_new_tokens=200)), _engine()
+    )
     assert (summary.stops, summary.turns) == ({"max_turns": 4}, 2.0)
 
 
 def test_failures_are_invalid_not_zero_and_train_nothing(make):
     service = make(_chatter(fail_on="x", max_invalid_fraction=1.0))
-    batch, summary = service.collect(1, ["train-1", "train-2"], 8, 0, SamplingSpec(max_new_tokens=60), _engine())
+    batch, summary = service.collect(
+        CollectPlan(
+            1,
+            (
+                "train-1",
+                "train-2",
+            ),
+            8,
+            0,
+            SamplingSpec(max_new_tokens=60),
+        ),
+        _engine(),
+    )
     bad = ~batch.valid
     assert 0 < bad.sum() < 16
     assert summary.invalid == {"planted": int(bad.sum())}
@@ -208,16 +265,28 @@ def test_failures_are_invalid_not_zero_and_train_nothing(make):
 
 def test_a_dead_environment_process_costs_its_episodes_and_the_step_goes_on(make):
     service = make(_chatter(die_on="x", max_invalid_fraction=1.0, processes=2))
-    batch, summary = service.collect(1, ["train-1", "train-2"], 4, 0, SamplingSpec(max_new_tokens=30), _engine())
+    batch, summary = service.collect(
+        CollectPlan(
+            1,
+            (
+                "train-1",
+                "train-2",
+            ),
+            4,
+            0,
+            SamplingSpec(max_new_tokens=30),
+        ),
+        _engine(),
+    )
     assert summary.metrics()["restarts/environment"] == summary.invalid["crash"] >= 1
     assert set(summary.invalid) <= {"crash", "process_lost"}
     assert batch.rows == 8
-    service.collect(2, ["train-1"], 2, 0, SamplingSpec(max_new_tokens=1), _engine())
+    service.collect(CollectPlan(2, ("train-1",), 2, 0, SamplingSpec(max_new_tokens=1)), _engine())
 
 
 def test_an_episode_without_any_reward_is_invalid(make):
     spec = _chatter(silent=True, max_invalid_fraction=1.0)
-    batch, summary = make(spec).collect(1, ["train-1"], 3, 0, SamplingSpec(max_new_tokens=60), _engine())
+    batch, summary = make(spec).collect(CollectPlan(1, ("train-1",), 3, 0, SamplingSpec(max_new_tokens=60)), _engine())
     assert summary.invalid == {"no_reward": 3}
     assert not batch.loss_mask.any()
     assert math.isnan(summary.rewards["reward"].mean)
@@ -228,12 +297,12 @@ def test_too_many_invalid_samples_stop_the_run_with_the_cause(make):
     with pytest.raises(
         TooManyInvalid, match=r"of 8 samples could not be scored \(\d+ planted\).*max_invalid_fraction` = 0.1"
     ):
-        service.collect(1, ["train-1"], 8, 0, SamplingSpec(max_new_tokens=60), _engine())
+        service.collect(CollectPlan(1, ("train-1",), 8, 0, SamplingSpec(max_new_tokens=60)), _engine())
 
 
 def test_an_engine_with_old_weights_stops_the_step(make):
     with pytest.raises(WrongWeightVersion, match=r"weight version \[3\], but the step asked for 4"):
-        make(_chatter()).collect(1, ["train-1"], 2, 4, SamplingSpec(), _engine(version=3))
+        make(_chatter()).collect(CollectPlan(1, ("train-1",), 2, 4, SamplingSpec()), _engine(version=3))
 
 
 def test_a_template_that_rewrites_history_opens_a_new_segment(make, tmp_path):
@@ -241,7 +310,9 @@ def test_a_template_that_rewrites_history_opens_a_new_segment(make, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     say = [*tokenizer("<think>12</think>3", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     service = make(_chatter(turns=2), tokenizer=str(tmp_path))
-    batch, _ = service.collect(1, ["train-1"], 2, 0, SamplingSpec(), ScriptedEngine(lambda prompt, seed: say))
+    batch, _ = service.collect(
+        CollectPlan(1, ("train-1",), 2, 0, SamplingSpec()), ScriptedEngine(lambda prompt, seed: say)
+    )
     assert batch.episode_id.tolist() == [0, 0, 1, 1]
     for tokens, mask, *_ in _rows(batch):
         assert [t for t, m in zip(tokens, mask, strict=True) if m] == say
@@ -260,7 +331,7 @@ def test_ids_that_the_tokenizer_would_not_choose_are_continued_as_they_are(make,
     say = [*spelled, tokenizer.eos_token_id]
     engine = ScriptedEngine(lambda prompt, seed: say)
     service = make(_chatter(turns=3), tokenizer=str(tmp_path))
-    batch, _ = service.collect(1, ["train-1"], 1, 0, SamplingSpec(), engine)
+    batch, _ = service.collect(CollectPlan(1, ("train-1",), 1, 0, SamplingSpec()), engine)
     ((tokens, mask, *_),) = _rows(batch)
     assert [tokens[a:b] for a, b in _runs(mask)] == [say] * 3
     assert [list(call[0].prompt_ids) for call in engine.calls] == [tokens[:a] for a, _ in _runs(mask)]
@@ -285,7 +356,9 @@ def _answering(wrong_above: int | None = None) -> ScriptedEngine:
 def test_single_turn_answers_are_graded_by_the_environment(make):
     service = make(_sums())
     ids = service.task_list("train").ids[:6]
-    batch, summary = service.collect(1, ids, 2, 0, SamplingSpec(max_new_tokens=8), _answering(wrong_above=99), show=8)
+    batch, summary = service.collect(
+        CollectPlan(1, tuple(ids), 2, 0, SamplingSpec(max_new_tokens=8), show=8), _answering(wrong_above=99)
+    )
     right = [float(sum(map(int, i.split("+"))) <= 99) for i in ids for _ in range(2)]
     assert batch.rewards["reward"].tolist() == right
     assert summary.frac_reward_zero_std == 1.0
@@ -326,7 +399,7 @@ def test_a_prompt_longer_than_the_context_names_its_task_before_the_run(make):
 
 def test_an_unknown_task_is_refused(make):
     with pytest.raises(InputError, match="task 'test-1' is not in the environment's train split"):
-        make(_chatter()).collect(1, ["test-1"], 2, 0, SamplingSpec(), _engine())
+        make(_chatter()).collect(CollectPlan(1, ("test-1",), 2, 0, SamplingSpec()), _engine())
 
 
 def test_records_say_everything_once_also_after_a_resume(make, tmp_path):
@@ -334,7 +407,19 @@ def test_records_say_everything_once_also_after_a_resume(make, tmp_path):
     path = str(tmp_path / "logs" / "rollouts.jsonl")
 
     def step(n, offset):
-        batch, _ = service.collect(n, ["train-1", "train-2"], 2, 0, SamplingSpec(max_new_tokens=30), _engine())
+        batch, _ = service.collect(
+            CollectPlan(
+                n,
+                (
+                    "train-1",
+                    "train-2",
+                ),
+                2,
+                0,
+                SamplingSpec(max_new_tokens=30),
+            ),
+            _engine(),
+        )
         return batch, service.append_records(path, offset)
 
     first, offset = step(1, 0)

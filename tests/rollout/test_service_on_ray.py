@@ -15,6 +15,7 @@ from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import character_tokenizer
+from nemo_rl_like.rollout.service import CollectPlan
 from nemo_rl_like.spec.experiment import ClusterSpec, EnvironmentSpec, EvaluationSpec, SamplingSpec
 from tests.rollout.scripted_engine import ScriptedEngine
 
@@ -64,7 +65,9 @@ def test_a_step_goes_to_the_store_and_environments_die_with_the_killed_worker(
     group.host("rollout", SERVICE, _kwargs(tmp_path, EnvironmentSpec(name="arithmetic", processes=2)))
     ids = group.call("rollout", "task_list", "train").ids[:4]
     engine = ScriptedEngine(_add)
-    reference, summary = group.call("rollout", "collect_to_store", 1, ids, 2, 0, SamplingSpec(max_new_tokens=8), engine)
+    reference, summary = group.call(
+        "rollout", "collect_to_store", CollectPlan(1, tuple(ids), 2, 0, SamplingSpec(max_new_tokens=8)), engine
+    )
     assert ray.get(reference).rewards["reward"].tolist() == [1.0] * 8
     assert summary.rewards["reward"].mean == 1.0
     report = group.call("rollout", "evaluate", EvaluationSpec(split="test", tasks=10, max_new_tokens=8), engine)

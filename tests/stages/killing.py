@@ -35,7 +35,7 @@ stages:
     samples_per_prompt: 4
     updates_per_batch: 2
     sampling: {{max_new_tokens: 6}}
-    algorithm: {{kl_coef: 0.05}}
+    algorithm: {{kl: {{coef: 0.05}}}}
     optimizer: {{lr: 1.0e-3}}
     checkpoint: {{every_steps: 2, keep_last: 2}}
 """
