@@ -61,9 +61,8 @@ class Objective(Protocol):
         """Whether `prepare` reads the step's `current` log-probs and `entropy`, from a forward pass of their own."""
         ...
 
-    @property
-    def keeps_sequences(self) -> bool:
-        """Whether all rows of an episode must be in the same pass."""
+    def together(self, batch: TokenBatch) -> Tensor | None:
+        """int64 [B]: rows of equal numbers must be in the same pass; None: any split will do."""
         ...
 
     @property
@@ -86,8 +85,11 @@ class CrossEntropy:
 
     needs_entropy: bool = False
     looks_first: bool = False
-    keeps_sequences: bool = False
     metric_names: tuple[str, ...] = ("loss",)
+
+    def together(self, batch: TokenBatch) -> Tensor | None:
+        """Any split will do."""
+        return None
 
     def prepare(self, batch: TokenBatch) -> StepStats:
         """Token-mean weights over the step."""

@@ -42,11 +42,11 @@ class PolicyGradient:
         """Tokens that are chosen by covariance or entropy are chosen over the whole step."""
         return self.algorithm.policy_loss.kind in ("kl_cov", "clip_cov") or self.algorithm.top_entropy is not None
 
-    @property
-    def keeps_sequences(self) -> bool:
-        """A ratio, weight or mask of a sequence needs all its tokens."""
+    def together(self, batch: TokenBatch) -> Tensor | None:
+        """A ratio, weight or mask of a sequence needs all rows of the episode in the same pass."""
         kinds = {c.kind for c in self.algorithm.correction}
-        return self.algorithm.policy_loss.kind in policy_losses.BY_SEQUENCE or bool(kinds & corrections.BY_SEQUENCE)
+        by_sequence = self.algorithm.policy_loss.kind in policy_losses.BY_SEQUENCE or kinds & corrections.BY_SEQUENCE
+        return batch.episode_id if by_sequence else None
 
     @property
     def in_loss(self) -> bool:
@@ -221,5 +221,5 @@ def _covariance(values: dict[str, Tensor], mask: Tensor) -> Tensor:
 def _group_scale(batch: TokenBatch, mask: Tensor, advantages: Tensor) -> float:
     """Groups with trained tokens / groups with an advantage other than 0 on one; 0 if there are none."""
     group = batch.group_id[batch.row_of_token]
-    moved = group[mask & (advantages != 0)].unique().numel()
-    return group[mask].unique().numel() / moved if moved else 0.0
+    moved = torch.unique(group[mask & (advantages != 0)]).numel()
+    return torch.unique(group[mask]).numel() / moved if moved else 0.0

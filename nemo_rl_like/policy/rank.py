@@ -58,10 +58,9 @@ class Walk:
         """Whether entropy is computed beside log-probs."""
         return self.keep_entropy or (self.objective is not None and self.objective.needs_entropy)
 
-    @property
-    def keeps_sequences(self) -> bool:
-        """Whether all rows of an episode must be in the same pass."""
-        return self.objective is not None and self.objective.keeps_sequences
+    def together(self, batch: TokenBatch) -> Tensor | None:
+        """int64 [B]: rows of equal numbers are in the same pass."""
+        return None if self.objective is None else self.objective.together(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class PolicyRank:
             dp_rank=parallel_state.get_data_parallel_rank(),
             kind=self._spec.rows,
             token_budget=self._spec.micro_batch_tokens,
-            together=batch.episode_id if walk.keeps_sequences else None,
+            together=walk.together(batch),
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()

@@ -95,7 +95,7 @@ def wide(values: Tensor) -> Tensor:
 def splits(objective: PolicyGradient, batch: TokenBatch) -> Iterator[list[Tensor]]:
     """The places that the planner gives to each pass: every kind of row, few and many passes, one and two ranks."""
     live = objective.prepare(batch).live_rows.nonzero()[:, 0].tolist()
-    together = batch.episode_id if objective.keeps_sequences else None
+    together = objective.together(batch)
     for kind, budget, ranks in (
         ("shared_prefix", 10_000, 1),
         ("shared_prefix", 12, 2),
