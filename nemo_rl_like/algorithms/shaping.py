@@ -15,8 +15,9 @@ from nemo_rl_like.spec import algorithm as spec
 def overlong(rewards: Tensor, episodes: Episodes, options: spec.OverlongShaping, limit: int) -> Tensor:
     """R + coef * p, p = 0 up to L - c tokens, (L - c - y) / c up to L, -1 beyond. Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 13."""
     end = options.limit or limit
-    over = episodes.lengths.double() - (end - options.cache)
-    return rewards - options.coef * (over / options.cache).clamp(0, 1)
+    cache = options.cache or max(1, end // 5)
+    over = episodes.lengths.double() - (end - cache)
+    return rewards - options.coef * (over / cache).clamp(0, 1)
 
 
 def stop_properly(rewards: Tensor, episodes: Episodes, options: spec.StopProperlyShaping, limit: int) -> Tensor:

@@ -89,6 +89,17 @@ def schema() -> None:
     command.schema()
 
 
+@app.command()
+def algorithms(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this algorithm's lines.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the named algorithms, or print the spec lines of one."""
+    from nemo_rl_like.cli.commands import spec as command
+
+    command.algorithms(name, as_json=as_json)
+
+
 @app.command("eval")
 def evaluate(
     source: Source,

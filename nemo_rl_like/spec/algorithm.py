@@ -477,8 +477,8 @@ class OverlongShaping(Spec):
 
     kind: Literal["overlong"] = "overlong"
     """Shaping."""
-    cache: PositiveInt
-    """Tokens before the limit over which the penalty grows from 0 to 1."""
+    cache: PositiveInt | None = None
+    """Tokens before the limit over which the penalty grows from 0 to 1; default: a fifth of the limit."""
     limit: PositiveInt | None = None
     """Sampled tokens at which the penalty is 1; default: sampling.max_new_tokens."""
     coef: PositiveFloat = 1.0
@@ -556,6 +556,8 @@ class ReplayFilterSpec(Spec):
 class AlgorithmSpec(Spec):
     """What is trained: orthogonal choices, each a kind or a block with a kind and its numbers."""
 
+    preset: str | None = None
+    """Named algorithm whose lines these are written over; `nrl algorithms` lists them."""
     advantage: AdvantageSpec = GrpoAdvantage()
     """Advantage estimator."""
     policy_loss: PolicyLossSpec = ClipLoss()

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
-from nemo_rl_like.spec.source import Node, Position, child
+from nemo_rl_like.spec.source import Node, Position, child, item_names, list_index
 from nemo_rl_like.spec.yaml_reader import read_yaml_file
 
 KEY = "extends"
 
 
-def read_with_parents(path: FilePath) -> Node:
+def read_with_parents(path: FilePath, written_out: Callable[[Node], Node]) -> Node:
     """The file's content over that of its parents, without the `extends` key.
 
     Parents are relative to the file that names them; a later one wins over an earlier, the file over all. Mappings are
-    merged key by key; lists and scalars replace.
+    merged key by key; a mapping over a list changes the items that its keys name; other lists and scalars replace.
+
+    Args:
+        path: the file.
+        written_out: turns a file's short choices into blocks, so that blocks of two files can be merged.
 
     Raises:
         SpecProblems: a file is missing or bad, or the chain of parents is a circle.
     """
-    return _read(path, (), Position(str(path)))
+    return _read(path, (), Position(str(path)), written_out)
 
 
-def _read(path: FilePath, chain: tuple[FilePath, ...], named_at: Position) -> Node:
+def _read(path: FilePath, chain: tuple[FilePath, ...], named_at: Position, written_out: Callable[[Node], Node]) -> Node:
     real = path.resolve()
     if real in chain:
         circle = " -> ".join(str(p) for p in (*chain[chain.index(real) :], real))
@@ -36,22 +41,45 @@ def _read(path: FilePath, chain: tuple[FilePath, ...], named_at: Position) -> No
     node = read_yaml_file(path)
     if not isinstance(node.value, dict):
         raise SpecProblems([SpecProblem(node.where, "", "a spec is a mapping of keys to values")])
-    own = Node({k: v for k, v in node.value.items() if k != KEY}, node.where)
+    own = written_out(Node({k: v for k, v in node.value.items() if k != KEY}, node.where))
     base: Node | None = None
     for name, where in _parents(node):
-        parent = _read(path.parent / name, (*chain, real), where)
+        parent = _read(path.parent / name, (*chain, real), where, written_out)
         base = parent if base is None else merge(base, parent)
     return own if base is None else merge(base, own)
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` on top of `base`: mappings key by key, anything else replaced."""
-    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+    """`over` on top of `base`: mappings key by key, a mapping over a list item by item, anything else replaced.
+
+    A block of another `kind` replaces the whole block: numbers of one kind mean nothing to another.
+    """
+    if isinstance(base.value, list) and isinstance(over.value, dict):
+        return _merge_items(base, base.value, over.value)
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)) or _other_kind(base, over):
         return over
     merged = dict(base.value)
     for key, node in over.value.items():
         merged[key] = merge(merged[key], node) if key in merged else node
     return Node(merged, over.where)
+
+
+def _merge_items(base: Node, items: Sequence[Node], over: Mapping[str, Node]) -> Node:
+    merged = list(items)
+    for key, node in over.items():
+        index = list_index(items, key)
+        if index is None:
+            allowed = f"{', '.join(item_names(items))}, or an index 0 to {len(items) - 1}"
+            raise SpecProblems(
+                [SpecProblem(node.where, key, f"no single list item is called `{key}`", allowed=allowed)]
+            )
+        merged[index] = merge(merged[index], node)
+    return Node(merged, base.where)
+
+
+def _other_kind(base: Node, over: Node) -> bool:
+    kinds = [found.value if found is not None else None for found in (child(base, "kind"), child(over, "kind"))]
+    return None not in kinds and kinds[0] != kinds[1]
 
 
 def _parents(node: Node) -> list[tuple[str, Position]]:

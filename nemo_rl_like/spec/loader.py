@@ -19,9 +19,10 @@ from nemo_rl_like.spec.extends import KEY as EXTENDS
 from nemo_rl_like.spec.extends import read_with_parents
 from nemo_rl_like.spec.interpolate import escape, interpolate
 from nemo_rl_like.spec.overrides import apply_overrides
+from nemo_rl_like.spec.presets import with_presets
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
 from nemo_rl_like.spec.schema_walk import kinds_of
-from nemo_rl_like.spec.shorthand import expand
+from nemo_rl_like.spec.shorthand import with_blocks, with_kinds
 from nemo_rl_like.spec.source import Node, Path, child, dotted, plain
 from nemo_rl_like.spec.yaml_reader import install_core_schema
 
@@ -50,13 +51,15 @@ def load_spec(path: FilePath | str, overrides: Sequence[str] = ()) -> Experiment
     Raises:
         SpecProblems (a SpecError): lists every problem with file, line, path, nearest key, allowed values and help.
     """
-    written = apply_overrides(read_with_parents(FilePath(path)), overrides)
+    schema = _model_schema()
+    written = apply_overrides(read_with_parents(FilePath(path), _written_out), overrides)
+    written = with_presets(_written_out(written), _written_out)
     _refuse_plain_secrets(written)
-    root = expand(interpolate(written), _model_schema(), _model_schema())
+    root = with_kinds(interpolate(written), schema)
     try:
         return ExperimentSpec.model_validate_json(json.dumps(plain(root)), strict=True)
     except ValidationError as error:
-        raise SpecProblems(explain(error, root, _model_schema())) from None
+        raise SpecProblems(explain(error, root, schema)) from None
 
 
 def resolved_yaml(spec: ExperimentSpec) -> str:
@@ -77,13 +80,23 @@ def json_schema() -> dict[str, JSON]:
     names: dict[str, JSON] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     names["description"] = "Spec file or files that this one starts from, relative to it."
     properties = schema["properties"]
-    assert isinstance(properties, dict)
+    assert isinstance(properties, dict) and isinstance(properties["stages"], dict)
+    by_name = {"type": "object", "description": "With `extends`: changes of its stages, by name or kind."}
+    properties["stages"] = {
+        "description": properties["stages"].pop("description"),
+        "anyOf": [properties["stages"], by_name],
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
         "properties": {EXTENDS: names, **properties},
         "anyOf": [{"required": [EXTENDS]}, {"required": required}],
     }
+
+
+def _written_out(node: Node) -> Node:
+    """A spec, or a part of one from the top, with its short choices as blocks."""
+    return with_blocks(node, _model_schema())
 
 
 @functools.cache

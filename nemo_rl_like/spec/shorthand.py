@@ -1,8 +1,8 @@
-"""A choice written in short: `advantage: rloo` for `advantage: {kind: rloo}`, and a block without a `kind` for the default's."""
+"""Choices written in short: `advantage: rloo` for `advantage: {kind: rloo}`, and a block without a `kind` for the usual one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.spec.nearest import nearest
@@ -12,36 +12,44 @@ from nemo_rl_like.spec.source import Node
 KIND = "kind"
 
 
-def expand(node: Node, schema: Schema, root: Schema) -> Node:
-    """`node`, written for `schema` (a part of `root`), with every short choice written out. Places stay."""
+def with_blocks(node: Node, schema: Schema) -> Node:
+    """`node`, written for `schema`, with `{kind: text}` in the place of every text that names a kind. Places stay."""
+    return _walk(node, schema, schema, _block_of_text)
+
+
+def with_kinds(node: Node, schema: Schema) -> Node:
+    """`node`, written for `schema`, with the default's `kind` in every block that names none."""
+    return _walk(node, schema, schema, _with_usual_kind)
+
+
+def _walk(node: Node, schema: Schema, root: Schema, change: Callable[[Node, Schema], Node]) -> Node:
     field = resolved(schema, root)
     kinds = kinds_of(field)
     if kinds:
-        node = _with_kind(node, field)
+        node = change(node, field)
         kind = _text(node, KIND)
         field = resolved({"$ref": kinds[kind]}, root) if kind in kinds else {}
     if isinstance(node.value, dict):
-        below = {key: expand(value, entry_of(field, key, root), root) for key, value in node.value.items()}
+        below = {key: _walk(value, entry_of(field, key, root), root, change) for key, value in node.value.items()}
         return Node(below, node.where)
     if isinstance(node.value, list):
-        return Node([expand(value, entry_of(field, i, root), root) for i, value in enumerate(node.value)], node.where)
+        items = [_walk(value, entry_of(field, i, root), root, change) for i, value in enumerate(node.value)]
+        return Node(items, node.where)
     return node
 
 
-def _with_kind(node: Node, field: Schema) -> Node:
-    """The block that a text or a block without a `kind` stands for."""
-    if isinstance(node.value, str):
-        return Node({KIND: node}, node.where)
-    usual = _default_kind(field)
-    if isinstance(node.value, dict) and usual and KIND not in node.value and nearest(KIND, node.value) is None:
-        return Node({KIND: Node(usual, node.where), **node.value}, node.where)
-    return node
+def _block_of_text(node: Node, field: Schema) -> Node:
+    return Node({KIND: node}, node.where) if isinstance(node.value, str) else node
 
 
-def _default_kind(field: Schema) -> str | None:
+def _with_usual_kind(node: Node, field: Schema) -> Node:
     default: JSON = field.get("default")
-    kind = default.get(KIND) if isinstance(default, Mapping) else None
-    return kind if isinstance(kind, str) else None
+    usual = default.get(KIND) if isinstance(default, Mapping) else None
+    if not isinstance(usual, str) or not isinstance(node.value, dict) or KIND in node.value:
+        return node
+    if nearest(KIND, node.value) is not None:
+        return node  # a mistyped `kind` is told as such
+    return Node({KIND: Node(usual, node.where), **node.value}, node.where)
 
 
 def _text(node: Node, key: str) -> str:

@@ -1,0 +1,83 @@
+"""Named algorithms: every preset is a valid block, and a user's own lines win over it, key by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
+from nemo_rl_like.spec.loader import load_spec, resolved_yaml
+from nemo_rl_like.spec.presets import presets
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WITHOUT_CRITIC = sorted(set(presets()) - {"ppo", "vapo"})
+
+
+def rl_stage(spec: ExperimentSpec) -> RlStageSpec:
+    """The spec's reinforcement stage."""
+    (stage,) = (s for s in spec.stages if isinstance(s, RlStageSpec))
+    return stage
+
+
+def demo(*overrides: str) -> ExperimentSpec:
+    """The demo with overrides of its GRPO stage."""
+    return load_spec(CONFIGS / "demo.yaml", [f"stages.grpo.{text}" for text in overrides])
+
+
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+def test_every_preset_is_a_valid_block_with_a_config_under_40_lines(name: str) -> None:
+    file = CONFIGS / "algorithms" / f"{name}.yaml"
+    assert len(file.read_text().splitlines()) < 40
+    stage = rl_stage(load_spec(file))
+    assert stage.algorithm.preset == name
+    teacher = ["teacher=runs/x"] if name == "opd" else []
+    assert stage.algorithm == rl_stage(demo(f"algorithm.preset={name}", *teacher)).algorithm
+
+
+@pytest.mark.parametrize("name", ["ppo", "vapo"])
+def test_a_preset_with_a_critic_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(SpecError, match="no critic is trained yet"):
+        demo(f"algorithm.preset={name}")
+
+
+def test_own_lines_win_over_the_presets_key_by_key() -> None:
+    stage = rl_stage(demo("algorithm.preset=dapo", "algorithm.policy_loss.low=0.1", "algorithm.shaping=[]"))
+    assert stage.algorithm.policy_loss.model_dump() == {
+        "kind": "clip",
+        "low": 0.1,
+        "high": 0.28,
+        "dual": None,
+        "delta": None,
+    }
+    assert stage.algorithm.shaping == () and stage.algorithm.dynamic_sampling is not None
+
+
+def test_another_kind_takes_nothing_from_the_presets_block() -> None:
+    stage = rl_stage(demo("algorithm.preset=dapo", "algorithm.policy_loss={kind: sapo}"))
+    assert stage.algorithm.policy_loss.model_dump() == {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}
+
+
+def test_an_unknown_preset_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no preset 'dappo'; did you mean `dapo`"):
+        demo("algorithm.preset=dappo")
+
+
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+def test_a_resolved_spec_reads_back_to_itself(tmp_path: Path, name: str) -> None:
+    spec = load_spec(CONFIGS / "algorithms" / f"{name}.yaml")
+    (tmp_path / "spec.yaml").write_text(resolved_yaml(spec))
+    assert load_spec(tmp_path / "spec.yaml") == spec
+
+
+def test_a_mapping_over_the_stages_of_a_parent_changes_them_by_name(tmp_path: Path) -> None:
+    child = tmp_path / "child.yaml"
+    child.write_text(
+        f"extends: {CONFIGS / 'demo.yaml'}\nstages:\n  grpo: {{steps: 7, algorithm: {{advantage: rloo}}}}\n"
+    )
+    stage = rl_stage(load_spec(child))
+    assert (stage.steps, stage.prompts_per_step, stage.algorithm.advantage.kind) == (7, 32, "rloo")
+    child.write_text(f"extends: {CONFIGS / 'demo.yaml'}\nstages:\n  grppo: {{steps: 7}}\n")
+    with pytest.raises(SpecError, match=r"child.yaml:3.*no single list item is called `grppo`"):
+        load_spec(child)
