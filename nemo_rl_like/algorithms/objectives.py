@@ -18,10 +18,12 @@ from nemo_rl_like.tokens.batch import TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the model computed for M scored tokens: current log-probs [M] and, if asked for, entropy [M], in nats."""
+    """What a model computed for M scored tokens."""
 
     logprobs: Tensor
+    """[M] current log-probs, in nats; of a model with a score head, the scores."""
     entropy: Tensor | None = None
+    """[M] in nats, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from nemo_rl_like.artifacts.files import sha256_file
 
 FORMAT = 1
 SECTIONS = ("weights", "optimizer")
+"""Folders of a checkpoint with shards; a second model adds its own with a prefix."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,8 +46,8 @@ class CheckpointWriter:
     ```
     """
 
-    def __init__(self, root: Path, step: int, model: ModelIdentity) -> None:
-        self._root, self._step, self._model = root, step, model
+    def __init__(self, root: Path, step: int, model: ModelIdentity, sections: Sequence[str] = SECTIONS) -> None:
+        self._root, self._step, self._model, self._sections = root, step, model, sections
         self._temporary = root / f"{TEMPORARY}{step_name(step)}"
         self._final = root / step_name(step)
 
@@ -61,7 +61,7 @@ class CheckpointWriter:
             remove_leftovers(self._root)
             if self._final.exists():
                 self._make_room()
-            for section in SECTIONS:
+            for section in self._sections:
                 (self._temporary / section).mkdir(parents=True)
         return self._temporary
 
@@ -83,7 +83,7 @@ class CheckpointWriter:
         files = list(shards)
         with disk_full_named(self._temporary, "state and manifest"):
             entries = self._complete(state, files)
-            for folder in (*(self._temporary / section for section in SECTIONS), self._temporary):
+            for folder in (*(self._temporary / section for section in self._sections), self._temporary):
                 fsync_folder(folder)
             self._temporary.rename(self._final)
             fsync_folder(self._root)
@@ -95,7 +95,7 @@ class CheckpointWriter:
 
     def _complete(self, state: Mapping[str, JSON], shards: list[ShardFile]) -> tuple[FileEntry, ...]:
         """Write the indices and the state; returns the entries of all files, hashing only what no shard writer did."""
-        for section in SECTIONS:
+        for section in self._sections:
             mine = [shard for shard in shards if shard.path.startswith(f"{section}/")]
             try:
                 atomic_write(self._temporary / section / INDEX, index_json(mine))

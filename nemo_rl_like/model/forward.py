@@ -40,9 +40,12 @@ class MegatronModel(GPTModel):
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=True,
-            share_embeddings_and_output_weights=shape.tie_embeddings,
+            share_embeddings_and_output_weights=shape.tie_embeddings and not shape.score_head,
             position_embedding_type="none",
         )
+        if shape.score_head and post_process:
+            del self.output_layer
+            self.score = torch.nn.Linear(shape.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
         self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta)

@@ -1,4 +1,4 @@
-"""The output head over the vocabulary: log-probs and entropies of scored tokens, never all logits at once.
+"""What hidden states end in. The output head over the vocabulary: log-probs and entropies of scored tokens, never all logits at once.
 
 The vocabulary is cut over the tensor-parallel ranks; one small all-gather makes the normaliser. Math is float32.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.gradients import gradient_buffer
@@ -62,9 +63,9 @@ class TokenOutputs:
 
 
 def output_head(model: MegatronModel) -> OutputHead:
-    """The head of a model's last pipeline stage. Raises ValueError on another stage."""
-    if not model.post_process:
-        raise ValueError("only the last pipeline stage has the output head")
+    """The head of a model's last pipeline stage. Raises ValueError on another stage, and for a model with a score head."""
+    if not model.post_process or model.shape.score_head:
+        raise ValueError("only the last pipeline stage of a language model has the output head")
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     group = parallel_state.get_tensor_model_parallel_group()
@@ -94,6 +95,16 @@ def token_logprobs(
         hidden, head.weight, targets, head, temperature, chunk_tokens, want_entropy, torch.is_grad_enabled()
     )
     return TokenOutputs(logprobs, entropy)
+
+
+def token_scores(hidden: Tensor, model: MegatronModel) -> Tensor:
+    """float32 [M] the score head's number at each of `hidden` [M, H]; the same on every tensor-parallel rank. Differentiable.
+
+    Raises ValueError if the model has no score head on this pipeline stage.
+    """
+    if not (model.shape.score_head and model.post_process):
+        raise ValueError("only the last pipeline stage of a model with a score head gives scores")
+    return functional.linear(hidden.float(), model.score.weight.float())[:, 0]
 
 
 def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:

@@ -21,6 +21,10 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+SCORE_ARCHITECTURES: dict[Family, str] = {
+    family: name.replace("ForCausalLM", "ForSequenceClassification") for family, name in ARCHITECTURES.items()
+}
+"""Hugging Face's names of the same models with one number a token in the place of logits: reward models and critics."""
 _EPSILON: dict[Family, float] = {"llama": 1e-6, "qwen2": 1e-6, "qwen3": 1e-6}
 _DEFAULT_INIT_STD = 0.02
 
@@ -56,6 +60,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    score_head: bool = False
+    """One number a token in the place of logits (a reward model or a critic); the output head is then gone."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -122,7 +128,7 @@ class ModelConfig:
             "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
         }[self.family]
         return {
-            "architectures": [ARCHITECTURES[self.family]],
+            **self.head_to_hf_dict(),
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -146,6 +152,16 @@ class ModelConfig:
             "torch_dtype": dtype,
             "dtype": dtype,
             **family_only,
+        }
+
+    def head_to_hf_dict(self) -> dict[str, object]:
+        """The part of a config.json that says what the model ends in."""
+        if not self.score_head:
+            return {"architectures": [ARCHITECTURES[self.family]]}
+        return {
+            "architectures": [SCORE_ARCHITECTURES[self.family]],
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
         }
 
     def check_layout(self, layout: LayoutSpec) -> None:
@@ -270,6 +286,7 @@ class _Reader:
             bos_token_id=self._token_id("bos_token_id"),
             eos_token_ids=self._token_ids("eos_token_id"),
             pad_token_id=self._token_id("pad_token_id"),
+            score_head=self._score_head(family),
         )
 
     def _family(self) -> Family:
@@ -278,9 +295,19 @@ class _Reader:
             raise self._error("model_type", f"is {family!r}; supported are {', '.join(ARCHITECTURES)} (dense decoders)")
         known = cast(Family, family)
         named = self._raw.get("architectures")
-        if isinstance(named, list) and named and ARCHITECTURES[known] not in named:
-            raise self._error("architectures", f"is {named}; supported for {known} is {ARCHITECTURES[known]}")
+        supported = (ARCHITECTURES[known], SCORE_ARCHITECTURES[known])
+        if isinstance(named, list) and named and not set(supported) & set(named):
+            raise self._error("architectures", f"is {named}; supported for {known} are {' and '.join(supported)}")
         return known
+
+    def _score_head(self, family: Family) -> bool:
+        named = self._raw.get("architectures")
+        if not isinstance(named, list) or SCORE_ARCHITECTURES[family] not in named:
+            return False
+        labels = self._raw.get("id2label")
+        if isinstance(labels, Mapping) and len(labels) != 1:
+            raise self._error("id2label", f"has {len(labels)} entries; a reward model or critic has 1")
+        return True
 
     def _refuse_unsupported(self) -> None:
         if self._raw.get("hidden_act", "silu") != "silu":

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.model.hf_io import TensorReader
+from nemo_rl_like.model.weight_map import HEAD, SCORE, WeightMap
 
 
 class ScratchReader:
@@ -41,3 +42,27 @@ class ScratchReader:
     def source(self, name: str) -> str:
         """There is no file."""
         return f"a model from scratch with seed {self._seed}"
+
+
+class FreshScoreReader:
+    """A language model's weights with a score head of zeros in the place of its output head: a `TensorReader` over another."""
+
+    def __init__(self, reader: TensorReader, config: ModelConfig) -> None:
+        self._reader = reader
+        self._shapes = WeightMap(config).hf_shapes()
+
+    def keys(self) -> Sequence[str]:
+        """Every tensor's name but the output head's."""
+        return [key for key in self._reader.keys() if key != HEAD] + [SCORE]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of `name`."""
+        return self._shapes[SCORE] if name == SCORE else self._reader.shape(name)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the CPU."""
+        return torch.zeros(self._shapes[SCORE]) if name == SCORE else self._reader.get(name)
+
+    def source(self, name: str) -> str:
+        """Where the tensor is, for messages."""
+        return "a new score head" if name == SCORE else self._reader.source(name)

@@ -22,7 +22,7 @@ from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
 
 Packing = Literal["vocab", "qkv", "gate_up", "columns", "whole"]
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 _MCORE_EMBEDDING, _MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 _SHARD_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
@@ -86,9 +86,9 @@ class WeightMap:
                     f"{reader.source(name)}: tensor {name} has shape {list(reader.shape(name))}, "
                     f"but config.json asks for {list(shape)}"
                 )
-        if self._config.tie_embeddings and _HEAD in keys and not torch.equal(reader.get(_HEAD), reader.get(_EMBEDDING)):
+        if self._config.tie_embeddings and HEAD in keys and not torch.equal(reader.get(HEAD), reader.get(_EMBEDDING)):
             raise InputError(
-                f"{reader.source(_HEAD)}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
+                f"{reader.source(HEAD)}: tie_word_embeddings is true, but {HEAD} differs from {_EMBEDDING}; "
                 "set tie_word_embeddings to false to keep both"
             )
 
@@ -193,11 +193,11 @@ class WeightMap:
 
     def _tied_copy(self, model: MegatronModel, entry: Entry) -> str | None:
         """The last stage's own copy of a tied embedding, when it is not the first stage too."""
-        tied = self._config.tie_embeddings and entry.hf == (_EMBEDDING,)
+        tied = model.share_embeddings_and_output_weights and entry.hf == (_EMBEDDING,)
         return _MCORE_HEAD if tied and model.post_process and not model.pre_process else None
 
     def _harmless(self, key: str) -> bool:
-        return key.endswith("rotary_emb.inv_freq") or (self._config.tie_embeddings and key == _HEAD)
+        return key.endswith("rotary_emb.inv_freq") or (self._config.tie_embeddings and key == HEAD)
 
 
 class _Gather:
@@ -292,8 +292,10 @@ def _entries(config: ModelConfig) -> Iterator[Entry]:
     for layer in range(config.layers):
         yield from _layer_entries(config, layer)
     yield Entry("whole", ("model.norm.weight",), ((hidden,),), ("decoder.final_layernorm.weight",))
-    if not config.tie_embeddings:
-        yield Entry("vocab", (_HEAD,), ((vocab, hidden),), (_MCORE_HEAD,))
+    if config.score_head:
+        yield Entry("whole", (SCORE,), ((1, hidden),), (SCORE,))
+    elif not config.tie_embeddings:
+        yield Entry("vocab", (HEAD,), ((vocab, hidden),), (_MCORE_HEAD,))
 
 
 def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -10,6 +10,7 @@ from typing import cast
 import ray
 
 from nemo_rl_like.algorithms.objectives import Objective
+from nemo_rl_like.checkpoint.layout import SECTIONS
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.policy.gap import GapLimit
@@ -18,6 +19,9 @@ from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 RANK = "nemo_rl_like.policy.rank:PolicyRank"
+POLICY, CRITIC = "policy", "critic"
+CRITIC_PREFIX = "critic-"
+"""Before the names of a critic's folders in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Policy:
     """A policy hosted as `service` in a worker group with axes dp, pp, tp."""
 
     group: WorkerGroup
-    service: str = "policy"
+    service: str = POLICY
 
     @classmethod
     def start(
@@ -42,13 +46,22 @@ class Policy:
         policy.host(folder, spec, dtype, initialize)
         return policy
 
-    def host(self, folder: Path, spec: PolicySpec, dtype: str, initialize: int | None = None) -> None:
-        """Build the model on the group's ranks under this handle's service name."""
+    def host(
+        self,
+        folder: Path,
+        spec: PolicySpec,
+        dtype: str,
+        initialize: int | None = None,
+        *,
+        score_head: bool = False,
+    ) -> None:
+        """Build the model on the group's ranks under this handle's service name; `score_head`: a critic or reward model."""
         kwargs = {
             "folder": str(folder),
             "policy": spec,
             "dtype": dtype,
             "initialize": initialize,
+            "score_head": score_head,
             "timeout_s": self.group.session.spec.step_timeout_s,
         }
         self.group.host(self.service, RANK, kwargs)
@@ -77,6 +90,10 @@ class Policy:
         got = self.group.call(self.service, "logprobs", batch, temperature, gap, what=what)
         return cast(tuple[ray.ObjectRef, dict[str, float]], got)
 
+    def values(self, batch: ray.ObjectRef, what: str = "values") -> ray.ObjectRef:
+        """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens."""
+        return cast(ray.ObjectRef, self.group.call(self.service, "values", batch, what=what))
+
     def loss(self, batch: ray.ObjectRef, objective: Objective, what: str = "validation") -> dict[str, float]:
         """Metrics of the objective without a step."""
         return cast(dict[str, float], self.group.call(self.service, "evaluate_loss", batch, objective, what=what))
@@ -94,10 +111,35 @@ class Policy:
         """Give back the memory that `publish` holds."""
         self.group.call(self.service, "withdraw", what="withdrawing weights")
 
-    def save(self, folder: Path) -> tuple[ShardFile, ...]:
+    def save(self, folder: Path, prefix: str = "") -> tuple[ShardFile, ...]:
         """Write weights (a Hugging Face folder) and, in training, optimizer state under a checkpoint's temporary folder."""
-        return cast(tuple[ShardFile, ...], self.group.call(self.service, "save", str(folder), what=f"save to {folder}"))
+        got = self.group.call(self.service, "save", str(folder), prefix, what=f"save to {folder}")
+        return cast(tuple[ShardFile, ...], got)
 
-    def load(self, folder: Path, updates: int | None = None) -> None:
+    def load(self, folder: Path, updates: int | None = None, prefix: str = "") -> None:
         """Load weights from a checkpoint; with `updates`, also the optimizer state after that many steps."""
-        self.group.call(self.service, "load", str(folder), updates, what=f"load of {folder}")
+        self.group.call(self.service, "load", str(folder), updates, prefix, what=f"load of {folder}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModels:
+    """The models that one stage trains and its checkpoints hold: the policy, and a critic if there is one."""
+
+    policy: Policy
+    critic: Policy | None = None
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Folders of a checkpoint that hold shards."""
+        return SECTIONS if self.critic is None else (*SECTIONS, *(f"{CRITIC_PREFIX}{name}" for name in SECTIONS))
+
+    def save(self, folder: Path) -> tuple[ShardFile, ...]:
+        """Write every model under a checkpoint's temporary folder."""
+        shards = self.policy.save(folder)
+        return shards if self.critic is None else (*shards, *self.critic.save(folder, CRITIC_PREFIX))
+
+    def load(self, folder: Path, updates: Mapping[str, int]) -> None:
+        """Load every model and its optimizer state; `updates`: optimizer steps made, by model."""
+        self.policy.load(folder, updates[POLICY])
+        if self.critic is not None:
+            self.critic.load(folder, updates[CRITIC], CRITIC_PREFIX)

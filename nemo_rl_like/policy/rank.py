@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel
-from nemo_rl_like.model.heads import output_head, token_logprobs
+from nemo_rl_like.model.heads import output_head, token_logprobs, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.scratch import FreshScoreReader
 from nemo_rl_like.policy.ddp import DistributedDataParallel, run_schedule, wrap_ddp
 from nemo_rl_like.policy.gap import GAP_METRICS, GapExceeded, GapLimit, rollout_gap
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
@@ -68,7 +69,7 @@ class Walked:
     """What a walk found, equal on every rank."""
 
     logprobs: Tensor
-    """float32 [N], 0 where not scored."""
+    """float32 [N] log-probs, of a model with a score head the scores; 0 where not scored."""
     entropy: Tensor
     """float32 [N] if it was to be kept, else empty."""
     sums: Tensor
@@ -79,8 +80,8 @@ class PolicyRank:
     """One rank of a policy: its shard of the Megatron model and, once training starts, DDP and the optimizer.
 
     Args: `context` from the worker group, with axes dp, pp, tp; `folder`, a Hugging Face folder (with weights, unless
-    `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `timeout_s` bounds each
-    collective, in seconds. Every method is collective: all ranks call it with the same arguments.
+    `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
+    number a token, zero at first, on a folder that has none (a critic or reward model); `timeout_s` bounds each collective, in seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class PolicyRank:
         policy: PolicySpec,
         dtype: str,
         initialize: int | None = None,
+        score_head: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self._context = context
@@ -107,7 +109,10 @@ class PolicyRank:
             context.threads,
         )
         self.config = ModelConfig.from_hf_folder(Path(folder))
-        weights = SafetensorsReader(Path(folder)) if initialize is None else None
+        weights: TensorReader | None = SafetensorsReader(Path(folder)) if initialize is None else None
+        if score_head and not self.config.score_head:
+            self.config = replace(self.config, score_head=True)
+            weights = None if weights is None else FreshScoreReader(weights, self.config)
         self.model: MegatronModel = build_model(
             self.config, layout, DTYPES[dtype], seed=initialize, weights=weights, fp8=policy.fp8
         )
@@ -166,6 +171,11 @@ class PolicyRank:
         metrics = self._report(batch, rows, walked, (), gap)
         return ray.put(walked.logprobs.cpu()), metrics
 
+    def values(self, batch: TokenBatch) -> ray.ObjectRef:
+        """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens; 0 elsewhere."""
+        walked = self._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False)
+        return ray.put(walked.logprobs.cpu())
+
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of every token after the first of each row (weight-sync probes)."""
         batch = probe_batch(rows)
@@ -222,6 +232,8 @@ class PolicyRank:
         return Walked(*self._share(flat, entropy, sums))
 
     def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk) -> Outputs:
+        if self.config.score_head:
+            return Outputs(token_scores(hidden, self.model))
         out = token_logprobs(
             hidden,
             output_head(self.model),
@@ -284,17 +296,20 @@ class PolicyRank:
         """Give back what `publish` holds."""
         self._sender.close()
 
-    def save(self, folder: str) -> tuple[ShardFile, ...]:
-        """Write `weights/` (a Hugging Face folder) and, in training, `optimizer/` under `folder`; rank 0 returns the shards."""
-        return self._store.save(Path(folder), self._optimizer)
+    def save(self, folder: str, prefix: str = "") -> tuple[ShardFile, ...]:
+        """Write `weights` (a Hugging Face folder) and, in training, `optimizer` under `folder`, with `prefix` before their names.
 
-    def load(self, folder: str, updates: int | None) -> None:
-        """Load `weights/` of a checkpoint; with `updates`, also the optimizer state after that many steps."""
-        self._store.load_weights(Path(folder) / "weights")
+        Rank 0 returns the shards.
+        """
+        return self._store.save(Path(folder), self._optimizer, prefix)
+
+    def load(self, folder: str, updates: int | None, prefix: str = "") -> None:
+        """Load `weights` of a checkpoint; with `updates`, also the optimizer state after that many steps."""
+        self._store.load_weights(Path(folder) / f"{prefix}weights")
         if self._optimizer is not None:
             self._optimizer.reload_main_params()
             if updates is not None:
-                self._store.load_optimizer(Path(folder) / "optimizer", self._optimizer, updates)
+                self._store.load_optimizer(Path(folder) / f"{prefix}optimizer", self._optimizer, updates)
 
 
 def probe_batch(rows: Sequence[Sequence[int]]) -> TokenBatch:

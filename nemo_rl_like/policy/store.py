@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,19 +28,23 @@ class PolicyStore:
         """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries."""
         self._model = model
         self._source = source
+        self._config = config
         self._map = WeightMap(config)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def save(self, folder: Path, optimizer: PolicyOptimizer | None) -> tuple[ShardFile, ...]:
-        """Write `weights/` (with config and tokenizer: a whole Hugging Face folder) and `optimizer/`; returns the shards.
+    def save(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> tuple[ShardFile, ...]:
+        """Write `weights` (with config and tokenizer: a whole Hugging Face folder) and `optimizer` under `folder`, both with
+        `prefix` before their names; returns the shards.
 
         Only rank 0 writes and returns any.
         """
-        files = self._write(folder, "weights", self.weights())
+        files = self._write(folder, f"{prefix}weights", self.weights())
         if dist.get_rank() == 0:
-            copy_side_files(self._source, folder / "weights")
+            copy_side_files(self._source, folder / f"{prefix}weights")
+            if self._config.score_head:
+                _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
         if optimizer is not None:
-            files += self._write(folder, "optimizer", self._moments(optimizer))
+            files += self._write(folder, f"{prefix}optimizer", self._moments(optimizer))
         return files
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -83,6 +88,12 @@ def copy_side_files(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith((".safetensors", INDEX, ".bin")):
             shutil.copyfile(file, target / file.name)
+
+
+def _say_score_head(file: Path, config: ModelConfig) -> None:
+    """Make a language model's config.json that of the same model with a score head."""
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**raw, **config.head_to_hf_dict()}, indent=1) + "\n", encoding="utf-8")
 
 
 class PrefixedReader:

@@ -310,6 +310,19 @@ class SftStageSpec(StageBase):
         return self
 
 
+class CriticSpec(Spec):
+    """The critic of `gae` and `vapo`: the stage's own start model with a value head of zeros, or a model of its own."""
+
+    path: str | None = None
+    """Hugging Face folder to start from, for example a reward model; default: the model that the policy starts from."""
+    optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
+    """Optimizer and schedule."""
+    value_clip: PositiveFloat | None = 0.2
+    """How far a value may move from its old one within a step; null: anywhere."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the start in which only the critic is trained."""
+
+
 class RlStageSpec(StageBase):
     """Reinforcement learning from an environment."""
 
@@ -329,6 +342,8 @@ class RlStageSpec(StageBase):
     """Sampling of training rollouts."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """Loss and advantages."""
+    critic: CriticSpec | None = None
+    """The critic of an advantage that reads values; made with its defaults where one is needed."""
     teacher: str | None = None
     """Hugging Face folder of the model whose log-probs `algorithm.distill_coef` adds; the same tokenizer as the policy's."""
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -357,8 +372,26 @@ class RlStageSpec(StageBase):
             )
         if self.evaluate_every_steps and self.evaluation is None:
             raise ValueError("`evaluate_every_steps` needs an `evaluation` block")
-        self.optimizer.check_updates(self.steps * self.updates_per_batch * self.epochs)
+        updates = self.updates_per_batch * self.epochs
+        self.optimizer.check_updates((self.steps - self.warmup_steps) * updates)
+        if self.needs_critic:
+            self.critic_or_default.optimizer.check_updates(self.steps * updates)
         return self
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage reads a critic's values."""
+        return self.algorithm.advantage.kind in CRITIC
+
+    @property
+    def critic_or_default(self) -> CriticSpec:
+        """The critic's block, or its defaults."""
+        return self.critic or CriticSpec()
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps at the start in which the policy stays as it is."""
+        return self.critic_or_default.warmup_steps if self.needs_critic else 0
 
     def _check_groups(self) -> None:
         """Raise ValueError unless a prompt has as many samples as the algorithm compares."""
@@ -370,10 +403,13 @@ class RlStageSpec(StageBase):
             )
         if isinstance(advantage, PassAtKAdvantage) and advantage.k > samples:
             raise ValueError(f"`advantage.k` is {advantage.k}, more than the {samples} of `samples_per_prompt`")
-        if advantage.kind in CRITIC:
+        if self.critic is not None and not self.needs_critic:
             raise ValueError(
-                f"advantage `{advantage.kind}` reads a critic's values, and no critic is trained yet; use one that compares samples "
-                "(`grpo`, `rloo`) or token returns (`reinforce_pp`)"
+                f"`critic` is given, but advantage `{advantage.kind}` reads no values; remove it, or use {' or '.join(CRITIC)}"
+            )
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"`critic.warmup_steps` is {self.warmup_steps}, must be below the stage's {self.steps} `steps`"
             )
         kept = self.algorithm.replay_filter
         if kept is not None and kept.keep > samples:

@@ -53,20 +53,28 @@ def check_model(spec: ExperimentSpec) -> None:
 
 def check_teacher(spec: ExperimentSpec, folder: str) -> None:
     """The teacher's weights are there, fit the layout, and have the policy's vocabulary. Raises InputError, SpecError."""
-    path = Path(folder)
-    if not path.is_dir():
+    _check_beside(spec, "teacher", Path(folder))
+
+
+def check_critic(spec: ExperimentSpec, folder: str) -> None:
+    """The critic's weights are there, with or without a score head, and fit as a teacher's do. Raises InputError, SpecError."""
+    _check_beside(spec, "critic.path", Path(folder))
+
+
+def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> None:
+    if not folder.is_dir():
         raise InputError(
-            f"`teacher` is {folder!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder"
+            f"`{field}` is {str(folder)!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder"
         )
-    config = ModelConfig.from_hf_folder(path)
+    config = ModelConfig.from_hf_folder(folder)
     config.check_layout(spec.policy.layout)
-    mine, theirs = (r.tokenizer.get_vocab() for r in (renderer_of(spec), Renderer.load(path)))
+    mine, theirs = (r.tokenizer.get_vocab() for r in (renderer_of(spec), Renderer.load(folder)))
     if mine != theirs:
         raise InputError(
-            f"`teacher` {folder} has another tokenizer than the policy ({len(theirs)} tokens, the policy's {len(mine)}): its "
-            "log-probs would be those of other tokens; use a teacher of the same family"
+            f"`{field}` {folder} has another tokenizer than the policy ({len(theirs)} tokens, the policy's {len(mine)}), so it would "
+            "read other tokens; use a model of the same family"
         )
-    with SafetensorsReader(path) as weights:
+    with SafetensorsReader(folder) as weights:
         WeightMap(config).check(weights)
 
 

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
-from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.cluster.group import WorkerGroup
+from nemo_rl_like.policy.client import CRITIC, Policy, TrainedModels
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
 from nemo_rl_like.stages.preflight import (
     check_checkpoints,
+    check_critic,
     check_first_weights,
     check_tasks,
     check_teacher,
@@ -25,11 +26,9 @@ from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import host_rollout, worker_group
 from nemo_rl_like.training.engine import RunEngine
-from nemo_rl_like.training.reinforcement import ROLLOUT, RlRecipe
+from nemo_rl_like.training.reinforcement import ROLLOUT, RlModels, RlRecipe
 
 ROLLOUTS = "rollouts.jsonl"
-Models: TypeAlias = tuple[Policy, Policy | None, Policy | None, RunEngine]
-"""Policy, reference, teacher, engine."""
 
 
 class RlStage:
@@ -50,6 +49,8 @@ class RlStage:
         checks = [partial(check_tasks, self.spec, split) for split in splits]
         if self.stage.teacher is not None:
             checks.append(partial(check_teacher, self.spec, self.stage.teacher))
+        if self.stage.critic is not None and self.stage.critic.path is not None:
+            checks.append(partial(check_critic, self.spec, self.stage.critic.path))
         return problems_of(self.spec, partial(check_first_weights, self.spec, self.stage), *checks)
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
@@ -62,30 +63,45 @@ class RlStage:
             host_rollout(workers, spec, model.folder, model.config)
             if not prompts_are_known_early(spec):
                 workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
-            with self._models(context, model) as (policy, reference, teacher, engine):
+            with self._models(context, model) as (models, engine):
                 rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
-                recipe = RlRecipe(stage, spec.seed, policy, reference, teacher, engine, workers, rollouts)
-                policy.start_training(stage.optimizer, recipe.total_updates)
-                return Checkpoint.of(train(spec, context, recipe, policy, model.identity, stage.checkpoint))
+                recipe = RlRecipe(stage, spec.seed, models, engine, workers, rollouts)
+                recipe.start_training()
+                trained = TrainedModels(models.policy, models.critic)
+                return Checkpoint.of(train(spec, context, recipe, trained, model.identity, stage.checkpoint))
 
     @contextmanager
-    def _models(self, context: StageContext, model: StartModel) -> Iterator[Models]:
-        """The policy, its frozen start as reference if a KL needs one, the teacher if there is one, and the engine."""
-        spec = self.spec
+    def _models(self, context: StageContext, model: StartModel) -> Iterator[tuple[RlModels, RunEngine]]:
+        """The models that the algorithm reads, all on the policy's ranks, and the engine."""
+        spec, stage = self.spec, self.stage
         session = shared_session(spec.cluster, context.run_folder)
         policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+        host = partial(self._host, policy.group)
         try:
-            reference = teacher = None
-            if self.stage.algorithm.kl.coef:
-                reference = Policy(policy.group, "reference")
-                reference.host(model.folder, spec.policy, spec.model.dtype, model.initialize)
-            if self.stage.teacher is not None:
-                teacher = Policy(policy.group, "teacher")
-                teacher.host(Path(self.stage.teacher), spec.policy, spec.model.dtype)
+            models = RlModels(
+                policy,
+                reference=host("reference", model.folder, model.initialize) if stage.algorithm.kl.coef else None,
+                teacher=host("teacher", Path(stage.teacher)) if stage.teacher is not None else None,
+                critic=self._critic(policy.group, model) if stage.needs_critic else None,
+            )
             engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
             try:
-                yield policy, reference, teacher, engine
+                yield models, engine
             finally:
                 engine.close()
         finally:
             policy.group.shutdown()
+
+    def _critic(self, group: WorkerGroup, model: StartModel) -> Policy:
+        path = self.stage.critic_or_default.path
+        if path is not None:
+            return self._host(group, CRITIC, Path(path), score_head=True)
+        return self._host(group, CRITIC, model.folder, model.initialize, score_head=True)
+
+    def _host(
+        self, group: WorkerGroup, name: str, folder: Path, initialize: int | None = None, *, score_head: bool = False
+    ) -> Policy:
+        """A further model on the policy's ranks."""
+        found = Policy(group, name)
+        found.host(folder, self.spec.policy, self.spec.model.dtype, initialize, score_head=score_head)
+        return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
-from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.policy.client import Policy, TrainedModels
 from nemo_rl_like.spec.experiment import ExperimentSpec, SftStageSpec
 from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
 from nemo_rl_like.stages.session import shared_session
@@ -53,6 +53,8 @@ class SftStage:
             try:
                 policy.start_training(self.stage.optimizer, self.stage.steps)
                 recipe = SftRecipe(self.stage, policy, workers)
-                return Checkpoint.of(train(spec, context, recipe, policy, model.identity, self.stage.checkpoint))
+                return Checkpoint.of(
+                    train(spec, context, recipe, TrainedModels(policy), model.identity, self.stage.checkpoint)
+                )
             finally:
                 policy.group.shutdown()

@@ -7,7 +7,7 @@ from pathlib import Path
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.observe.terminal import Terminal
-from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.policy.client import TrainedModels
 from nemo_rl_like.spec.experiment import CheckpointSpec, ExperimentSpec
 from nemo_rl_like.training.recipe import Recipe
 from nemo_rl_like.training.screen import MetricFiles, TrainingScreen
@@ -21,7 +21,7 @@ def train(
     spec: ExperimentSpec,
     context: StageContext,
     recipe: Recipe,
-    policy: Policy,
+    models: TrainedModels,
     identity: ModelIdentity,
     checkpoint: CheckpointSpec,
 ) -> Path:
@@ -30,6 +30,6 @@ def train(
     every = max(1, recipe.total_steps // LINES)
     screen = TrainingScreen(Terminal(), context.stage_name, recipe.headline, every)
     try:
-        return Trainer(context.folder, recipe, policy, identity, checkpoint, files, screen).fit()
+        return Trainer(context.folder, recipe, models, identity, checkpoint, files, screen).fit()
     finally:
         files.close()

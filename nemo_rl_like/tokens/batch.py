@@ -211,6 +211,30 @@ def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
     )
 
 
+def with_ends(batch: TokenBatch) -> TokenBatch:
+    """The batch with one more token at the end of every row, scored where the row has trained tokens; without extras.
+
+    What predicts it is the state after the row: a critic's value there, or a reward model's score of the whole row.
+    """
+    row, count = batch.row_of_token, batch.tokens.numel() + batch.rows
+    place, ends = torch.arange(batch.tokens.numel()) + row, batch.cu_seqlens[1:] + torch.arange(batch.rows)
+
+    def spread(values: Tensor, end: Tensor | float) -> Tensor:
+        out = values.new_empty(count)
+        out[place], out[ends] = values, torch.as_tensor(end, dtype=values.dtype)
+        return out
+
+    return replace(
+        batch,
+        tokens=spread(batch.tokens, batch.tokens[batch.cu_seqlens[1:] - 1]),
+        cu_seqlens=batch.cu_seqlens + torch.arange(batch.rows + 1),
+        loss_mask=spread(batch.loss_mask, batch.trained_per_row > 0),
+        behavior=spread(batch.behavior, 0.0),
+        version=spread(batch.version, -1),
+        extras={},
+    )
+
+
 def _expect(name: str, value: Tensor, count: int) -> None:
     if value.numel() != count:
         raise ValueError(f"{name} has {value.numel()} entries, expected {count}")

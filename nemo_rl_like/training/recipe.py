@@ -32,8 +32,8 @@ class Recipe(Protocol):
         ...
 
     @property
-    def updates(self) -> int:
-        """Optimizer steps made since the start."""
+    def updates(self) -> Mapping[str, int]:
+        """Optimizer steps made since the start, by trained model."""
         ...
 
     def start(self) -> None:

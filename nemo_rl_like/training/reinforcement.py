@@ -11,17 +11,18 @@ import ray
 
 from nemo_rl_like.algorithms import kl
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
+from nemo_rl_like.algorithms.value_losses import ValueLoss
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.order import DataPosition
 from nemo_rl_like.observe.terminal import Sample
 from nemo_rl_like.observe.timing import Timings
-from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.policy.client import CRITIC, POLICY, Policy
 from nemo_rl_like.rollout.evaluation import EvaluationReport
 from nemo_rl_like.rollout.service import CollectPlan
 from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
-from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.algorithm import AlgorithmSpec, GaeAdvantage, VapoAdvantage
 from nemo_rl_like.spec.experiment import RlStageSpec
 from nemo_rl_like.training.engine import RunEngine
 from nemo_rl_like.training.recipe import StepReport
@@ -47,6 +48,19 @@ def objective_of(spec: RlStageSpec, kl_coef: float | None = None) -> PolicyGradi
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RlModels:
+    """The models of a run; those that the algorithm does not read are None."""
+
+    policy: Policy
+    reference: Policy | None = None
+    """Frozen model of the KL."""
+    teacher: Policy | None = None
+    """Model of `distill_coef`."""
+    critic: Policy | None = None
+    """Model of the values."""
+
+
 @dataclass(slots=True)
 class RlRecipe:
     """One step: draw prompts, sample groups, make advantages, update, sync the weights.
@@ -57,11 +71,7 @@ class RlRecipe:
 
     spec: RlStageSpec
     seed: int
-    policy: Policy
-    reference: Policy | None
-    """Frozen model of the KL term; None when its coefficient is 0."""
-    teacher: Policy | None
-    """Model of `distill_coef`; None when it is 0."""
+    models: RlModels
     engine: RunEngine
     workers: WorkerGroup
     """Hosts the services `rollout` and `steps`."""
@@ -70,7 +80,7 @@ class RlRecipe:
     _kl_coef: float = field(init=False)
     _order: TaskOrder = field(init=False)
     _position: DataPosition = field(init=False)
-    _updates: int = 0
+    _updates: dict[str, int] = field(default_factory=lambda: {POLICY: 0, CRITIC: 0})
     _recorded: int = 0
     _timings: Timings = field(default_factory=Timings)
 
@@ -86,14 +96,17 @@ class RlRecipe:
         return self.spec.steps
 
     @property
-    def updates(self) -> int:
-        """Optimizer steps made."""
+    def updates(self) -> Mapping[str, int]:
+        """Optimizer steps made, by model."""
         return self._updates
 
-    @property
-    def total_updates(self) -> int:
-        """Optimizer steps of the whole stage."""
-        return self.spec.steps * self.spec.updates_per_batch * self.spec.epochs
+    def start_training(self) -> None:
+        """Make the optimizers of policy and critic."""
+        spec = self.spec
+        each = spec.updates_per_batch * spec.epochs
+        self.models.policy.start_training(spec.optimizer, (spec.steps - spec.warmup_steps) * each)
+        if self.models.critic is not None:
+            self.models.critic.start_training(spec.critic_or_default.optimizer, spec.steps * each)
 
     @property
     def headline(self) -> tuple[str, ...]:
@@ -114,6 +127,7 @@ class RlRecipe:
         objective = objective_of(self.spec, self._kl_coef)
         batch, metrics, summary = self._collect(step)
         batch, seen = self._log_probs(batch, objective)
+        batch = self._values(batch)
         prepared = self._prepare(step, batch, objective.algorithm)
         metrics |= {**seen, **prepared.metrics, **self._update(prepared, step, objective)}
         self._adapt(metrics)
@@ -127,7 +141,7 @@ class RlRecipe:
         """Position in the prompts, counters, and the length of the record of episodes."""
         return {
             "position": asdict(self._position),
-            "updates": self._updates,
+            "updates": dict(self._updates),
             "version": self.engine.version,
             "recorded": self._recorded,
             "kl_coef": self._kl_coef,
@@ -135,7 +149,7 @@ class RlRecipe:
 
     def load_state(self, state: Mapping[str, JSON]) -> None:
         """Take back what `state` gave."""
-        self._updates = cast(int, state.get("updates", 0))
+        self._updates = {POLICY: 0, CRITIC: 0, **cast(Mapping[str, int], state.get("updates", {}))}
         self._recorded = cast(int, state.get("recorded", 0))
         self.engine.version = cast(int, state.get("version", 0))
         self._kl_coef = cast(float, state.get("kl_coef", self.spec.algorithm.kl.coef))
@@ -214,11 +228,11 @@ class RlRecipe:
         temperature = self.spec.sampling.temperature
         if not objective.on_policy:
             with self._timings.part("logprobs"):
-                values, metrics = self.policy.logprobs(
+                values, metrics = self.models.policy.logprobs(
                     batch, temperature, self.engine.gap_limit(), "proximal log-probs"
                 )
                 batch = self._attach(batch, "proximal", values)
-        for name, model in (("reference", self.reference), ("teacher", self.teacher)):
+        for name, model in (("reference", self.models.reference), ("teacher", self.models.teacher)):
             if model is not None:
                 with self._timings.part(name):
                     values, _ = model.logprobs(batch, temperature, what=f"{name} log-probs")
@@ -228,23 +242,40 @@ class RlRecipe:
     def _attach(self, batch: ray.ObjectRef, name: str, values: ray.ObjectRef) -> ray.ObjectRef:
         return cast(ray.ObjectRef, self.workers.call(STEPS, "attach", batch, name, values, what=f"attaching {name}"))
 
+    def _values(self, batch: ray.ObjectRef) -> ray.ObjectRef:
+        """The batch with the critic's values, where there is one."""
+        critic, advantage = self.models.critic, self.spec.algorithm.advantage
+        if critic is None:
+            return batch
+        ends = isinstance(advantage, GaeAdvantage | VapoAdvantage) and advantage.bootstrap_truncated
+        with self._timings.part("values"):
+            asked = self.workers.call(STEPS, "with_ends", batch, what="rows for the critic") if ends else batch
+            values = critic.values(cast(ray.ObjectRef, asked))
+            got = self.workers.call(STEPS, "attach_values", batch, values, ends=ends, what="attaching values")
+        return cast(ray.ObjectRef, got)
+
     def _update(self, step: PreparedStep, number: int, objective: PolicyGradient) -> dict[str, float]:
+        """The step's optimizer steps: of the critic, and after its warm-up of the policy."""
         gap = self.engine.gap_limit() if objective.on_policy else None
+        value = ValueLoss(self.spec.critic_or_default.value_clip)
+        trains_policy = number > self.spec.warmup_steps
         made: list[dict[str, float]] = []
-        with self._timings.part("update"):
-            for index, rows in enumerate(step.minibatches):
-                made.append(
-                    self.policy.train_step(
-                        step.batch,
-                        rows,
-                        objective,
-                        self.spec.sampling.temperature,
-                        gap,
-                        what=f"update {index + 1} of {len(step.minibatches)} of step {number}",
-                    )
-                )
-                self._updates += 1
-        return {name: sum(m[name] for m in made) / len(made) for name in made[0]} | {"lr": made[-1]["lr"]}
+        for index, rows in enumerate(step.minibatches):
+            what = f"update {index + 1} of {len(step.minibatches)} of step {number}"
+            metrics: dict[str, float] = {}
+            if self.models.critic is not None:
+                with self._timings.part("critic"):
+                    got = self.models.critic.train_step(step.batch, rows, value, what=f"critic's {what}")
+                metrics |= {f"value/{name}": got[name] for name in (*value.metric_names, "grad_norm", "lr")}
+                self._updates[CRITIC] += 1
+            if trains_policy:
+                with self._timings.part("update"):
+                    temperature = self.spec.sampling.temperature
+                    metrics |= self.models.policy.train_step(step.batch, rows, objective, temperature, gap, what=what)
+                self._updates[POLICY] += 1
+            made.append(metrics)
+        rates = {name: value for name, value in made[-1].items() if name in ("lr", "value/lr")}
+        return {name: sum(m[name] for m in made) / len(made) for name in made[0]} | rates
 
     def _adapt(self, metrics: dict[str, float]) -> None:
         """Move the KL's coefficient towards its target, for the next step."""

@@ -16,9 +16,10 @@ from nemo_rl_like.algorithms import kl
 from nemo_rl_like.algorithms.episodes import Episodes
 from nemo_rl_like.algorithms.shaping import kept_groups, kept_samples
 from nemo_rl_like.algorithms.step import with_advantages
+from nemo_rl_like.algorithms.value_losses import explained_variance
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
-from nemo_rl_like.tokens.batch import TokenBatch, concat
+from nemo_rl_like.tokens.batch import TokenBatch, concat, with_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,19 @@ class StepService:
         """The batch with one more per-token value, float32 [N]."""
         return ray.put(batch.with_extras(**{name: values}))
 
+    def with_ends(self, batch: TokenBatch) -> ray.ObjectRef:
+        """The batch for a critic that also values the place after each row: one scored token more at every row's end."""
+        return ray.put(with_ends(batch))
+
+    def attach_values(self, batch: TokenBatch, values: Tensor, *, ends: bool) -> ray.ObjectRef:
+        """The batch with a critic's `values`; those of `with_ends` also give the column `last_values`."""
+        if not ends:
+            return self.attach(batch, "values", values)
+        at_end = torch.zeros(values.numel(), dtype=torch.bool)
+        at_end[batch.cu_seqlens[1:] + torch.arange(batch.rows)] = True
+        last = _of_last_row(batch, values[at_end])
+        return ray.put(batch.with_extras(values=values[~at_end]).with_columns(last_values=last))
+
     def with_spread(self, batch: TokenBatch) -> tuple[ray.ObjectRef | None, int]:
         """The groups whose raw scores are not constant, and their number; None if there is none."""
         episodes = Episodes.of(batch)
@@ -124,6 +138,13 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _of_last_row(batch: TokenBatch, values: Tensor) -> Tensor:
+    """[B]: on every row of an episode the value of its last one."""
+    ids, of_row = torch.unique(batch.episode_id, return_inverse=True)
+    last = torch.zeros(ids.numel(), dtype=torch.int64).scatter_reduce_(0, of_row, torch.arange(batch.rows), "amax")
+    return values[last][of_row]
+
+
 def _episode_advantages(batch: TokenBatch) -> dict[int, float]:
     ids, of_row = torch.unique(batch.episode_id, return_inverse=True)
     episode = of_row[batch.row_of_token[batch.loss_mask]]
@@ -140,6 +161,10 @@ def _advantage_metrics(batch: TokenBatch, algorithm: AlgorithmSpec) -> dict[str,
     mean = float(values.sum()) / count
     spread = float(torch.where(mask, values - mean, 0.0).square().sum()) / count
     out = {"advantages/mean": mean, "advantages/std": spread**0.5}
+    if "returns" in batch.extras:
+        out["value/explained_variance"] = explained_variance(
+            batch.extras["returns"][mask], batch.extras["values"][mask]
+        )
     if algorithm.kl.coef and algorithm.kl.place == "reward":
         x = batch.extras["proximal"] - batch.extras["reference"]
         out["kl/k1"] = float(torch.where(mask, x, 0.0).sum()) / count

@@ -13,7 +13,7 @@ from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.order import DataPosition
 from nemo_rl_like.observe.timing import Timings
-from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.policy.client import POLICY, Policy
 from nemo_rl_like.spec.experiment import SftStageSpec
 from nemo_rl_like.training.recipe import StepReport
 from nemo_rl_like.training.sft_service import SftBatch
@@ -43,9 +43,9 @@ class SftRecipe:
         return self.spec.steps
 
     @property
-    def updates(self) -> int:
+    def updates(self) -> Mapping[str, int]:
         """Optimizer steps made."""
-        return self._updates
+        return {POLICY: self._updates}
 
     @property
     def headline(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.reader import CheckpointReader
 from nemo_rl_like.checkpoint.retention import retain
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
-from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.policy.client import TrainedModels
 from nemo_rl_like.spec.experiment import CheckpointSpec
 from nemo_rl_like.training.recipe import Recipe, StepReport
 from nemo_rl_like.training.signals import StopRequest
@@ -68,7 +68,7 @@ class Trainer:
     folder: Path
     """The stage's output folder."""
     recipe: Recipe
-    policy: Policy
+    models: TrainedModels
     identity: ModelIdentity
     """Model that the checkpoints belong to."""
     spec: CheckpointSpec
@@ -123,12 +123,12 @@ class Trainer:
     def _save(self, step: int) -> Path:
         state: dict[str, JSON] = {
             "step": step,
-            "updates": self.recipe.updates,
+            "updates": dict(self.recipe.updates),
             "recipe": self.recipe.state(),
             "recorder": self.recorder.position(),
         }
-        with CheckpointWriter(self._root, step, self.identity) as writer:
-            shards = self.policy.save(writer.begin())
+        with CheckpointWriter(self._root, step, self.identity, self.models.sections) as writer:
+            shards = self.models.save(writer.begin())
             folder = writer.commit(state, shards, score=self._latest.get(self.spec.best_metric))
         retain(self._root, keep_last=self.spec.keep_last, keep_best=self.spec.keep_best)
         logger.info("saved %s", folder)
@@ -142,7 +142,7 @@ class Trainer:
             self.recipe.load_state({})
             return 0
         found.require_model(self.identity)
-        self.policy.load(found.folder, updates=cast(int, found.state["updates"]))
+        self.models.load(found.folder, cast(Mapping[str, int], found.state["updates"]))
         self.recipe.load_state(cast(Mapping[str, JSON], found.state["recipe"]))
         self.recorder.truncate(cast(int, found.state["recorder"]), found.step)
         logger.info("resumed from %s", found.folder)
