@@ -39,7 +39,7 @@ from nemo_rl_like.spec.experiment import (
     SamplingSpec,
 )
 from nemo_rl_like.tokens.batch import TokenBatch
-from nemo_rl_like.training.reinforcement import objective_of
+from nemo_rl_like.training.step_services import objective_of
 
 REWARDS = {"distinct": distinct, "first_integer": first_integer}
 BETA1 = 0.9

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 
-from nemo_rl_like.artifacts.errors import InputError, SpecError
+from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.artifacts.references import load_function
 from nemo_rl_like.environment.prompts import (
     PromptFileConfig,
     PromptFileSource,
@@ -32,7 +29,7 @@ class RewardFunctionSource(PromptFileSource[PromptFileConfig]):
     def __init__(self, config: PromptFileConfig, *, reward: str, prompts: str, label_key: str) -> None:
         super().__init__(config, prompts=prompts, label_key=label_key)
         self._name = reward
-        self._function = load_function(reward)
+        self._function: RewardFunction = load_function(reward, "environment.reward")
         self._takes_labels = check_signature(self._function, reward, labelled=self.labelled)
 
     async def score(self, tasks: Sequence[Task], responses: Sequence[str]) -> Sequence[Step | Unscorable]:
@@ -47,26 +44,6 @@ class RewardFunctionSource(PromptFileSource[PromptFileConfig]):
         else:
             value = self._function(prompts, list(responses))
         return steps_of_rewards(checked_rewards(value, len(responses), self._name))
-
-
-def load_function(reference: str) -> RewardFunction:
-    """The function behind `file.py:function` or `pkg.mod:function`.
-
-    Raises:
-        SpecError: the reference has no `:`, or there is no such function.
-        InputError: the file or module does not exist.
-    """
-    where, colon, name = reference.rpartition(":")
-    if not colon or not where or not name:
-        raise SpecError(f"environment.reward: {reference!r} must be `file.py:function` or `pkg.mod:function`")
-    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
-    function: RewardFunction | None = vars(module).get(name)
-    if function is None or not callable(function):
-        functions = sorted(k for k, v in vars(module).items() if inspect.isfunction(v))
-        raise SpecError(
-            f"environment.reward: {where} has no function {name!r}; it has {', '.join(functions) or 'none'}"
-        )
-    return function
 
 
 def check_signature(function: RewardFunction, name: str, *, labelled: bool) -> bool:
@@ -91,24 +68,3 @@ def _binds(signature: inspect.Signature, **keywords: None) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _load_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise InputError(f"environment.reward: {file}: no such file")
-    spec = importlib.util.spec_from_file_location(f"nrl_reward_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise InputError(f"environment.reward: {file}: cannot be loaded as Python")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, NameError) as error:
-        raise InputError(f"environment.reward: {file} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"environment.reward: module {error.name!r} is not installed") from error

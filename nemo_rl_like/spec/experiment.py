@@ -342,6 +342,8 @@ class RlStageSpec(StageBase):
     """Sampling of training rollouts."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """Loss and advantages."""
+    loop: str | None = None
+    """`file.py:function` or `pkg.mod:function` in the place of the step's dataflow; see docs/one_step.md. Default: the standard one."""
     critic: CriticSpec | None = None
     """The critic of an advantage that reads values; made with its defaults where one is needed."""
     teacher: str | None = None

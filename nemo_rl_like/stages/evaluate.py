@@ -22,7 +22,7 @@ from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.workers import host_rollout, worker_group
 from nemo_rl_like.training.engine import RunEngine
-from nemo_rl_like.training.reinforcement import ROLLOUT
+from nemo_rl_like.training.step_services import ROLLOUT
 
 REPORT = "report.json"
 MODEL = "model"

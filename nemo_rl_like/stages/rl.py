@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,8 @@ from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import host_rollout, worker_group
 from nemo_rl_like.training.engine import RunEngine
-from nemo_rl_like.training.reinforcement import ROLLOUT, RlModels, RlRecipe
+from nemo_rl_like.training.reinforcement import RlRecipe, dataflow_of
+from nemo_rl_like.training.step_services import ROLLOUT, RlModels, StepServices
 
 ROLLOUTS = "rollouts.jsonl"
 
@@ -46,7 +47,9 @@ class RlStage:
         splits = ["train"]
         if self.stage.evaluate_every_steps and self.stage.evaluation is not None:
             splits.append(self.stage.evaluation.split)
-        checks = [partial(check_tasks, self.spec, split) for split in splits]
+        checks: list[Callable[[], object]] = [partial(check_tasks, self.spec, split) for split in splits]
+        if self.stage.loop is not None:
+            checks.append(partial(dataflow_of, self.stage.loop))
         if self.stage.teacher is not None:
             checks.append(partial(check_teacher, self.spec, self.stage.teacher))
         if self.stage.critic is not None and self.stage.critic.path is not None:
@@ -65,8 +68,9 @@ class RlStage:
                 workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
             with self._models(context, model) as (models, engine):
                 rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
-                recipe = RlRecipe(stage, spec.seed, models, engine, workers, rollouts)
-                recipe.start_training()
+                services = StepServices(stage, spec.seed, models, engine, workers, rollouts)
+                services.start_training()
+                recipe = RlRecipe(services, dataflow_of(stage.loop))
                 trained = TrainedModels(models.policy, models.critic)
                 return Checkpoint.of(train(spec, context, recipe, trained, model.identity, stage.checkpoint))
 

@@ -12,7 +12,7 @@ from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.environment.registry import with_absolute_paths
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.spec.experiment import EnvironmentSpec, ExperimentSpec
-from nemo_rl_like.training.reinforcement import ROLLOUT, STEPS
+from nemo_rl_like.training.step_services import ROLLOUT, STEPS
 
 ROLLOUT_SERVICE = "nemo_rl_like.rollout.service:RolloutService"
 STEP_SERVICE = "nemo_rl_like.training.step_service:StepService"

@@ -82,7 +82,7 @@ class StepService:
         """The batch for a critic that also values the place after each row: one scored token more at every row's end."""
         return ray.put(with_ends(batch))
 
-    def attach_values(self, batch: TokenBatch, values: Tensor, *, ends: bool) -> ray.ObjectRef:
+    def attach_values(self, batch: TokenBatch, values: Tensor, ends: bool) -> ray.ObjectRef:
         """The batch with a critic's `values`; those of `with_ends` also give the column `last_values`."""
         if not ends:
             return self.attach(batch, "values", values)
@@ -93,15 +93,25 @@ class StepService:
 
     def with_spread(self, batch: TokenBatch) -> tuple[ray.ObjectRef | None, int]:
         """The groups whose raw scores are not constant, and their number; None if there is none."""
+        return _put_groups(batch, kept_groups(Episodes.of(batch)))
+
+    def select_groups(self, batch: TokenBatch, low: float, high: float) -> tuple[ray.ObjectRef | None, int]:
+        """The groups whose mean raw score is inside [low, high], and their number; None if there is none."""
         episodes = Episodes.of(batch)
-        kept = torch.unique(batch.group_id)[kept_groups(episodes)]
-        if not kept.numel():
-            return None, 0
-        return ray.put(batch.select(torch.isin(batch.group_id, kept).nonzero()[:, 0])), kept.numel()
+        mean = episodes.groups.sum(episodes.rewards) / episodes.groups.sizes().clamp(min=1)
+        return _put_groups(batch, (mean >= low) & (mean <= high) & (episodes.groups.sizes() > 0))
 
     def join(self, *batches: TokenBatch) -> ray.ObjectRef:
         """One batch of all the rows."""
         return ray.put(concat(batches))
+
+
+def _put_groups(batch: TokenBatch, kept: Tensor) -> tuple[ray.ObjectRef | None, int]:
+    """The rows of the groups marked in `kept` bool [G], by rising group id."""
+    ids = torch.unique(batch.group_id)[kept]
+    if not ids.numel():
+        return None, 0
+    return ray.put(batch.select(torch.isin(batch.group_id, ids).nonzero()[:, 0])), ids.numel()
 
 
 def filtered(batch: TokenBatch, algorithm: AlgorithmSpec, seed: int) -> TokenBatch:

@@ -119,7 +119,9 @@ def fresh(rank: int, world: int, port: int, folder: Path, target: Path) -> dict[
         critic.train_step(batch, None, ValueLoss(None))
     after = critic._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs
     if rank == 0:
-        with CheckpointWriter(target, 2, ModelIdentity("tiny", "tiny"), ("critic-weights", "critic-optimizer")) as writer:
+        with CheckpointWriter(
+            target, 2, ModelIdentity("tiny", "tiny"), ("critic-weights", "critic-optimizer")
+        ) as writer:
             writer.commit({}, critic.save(str(writer.begin()), "critic-"))
     else:
         critic.save("only rank 0 writes", "critic-")

@@ -1,0 +1,237 @@
+"""`StepServices`: what a step of reinforcement learning is made of, as calls that a dataflow composes.
+
+Batches are references: token tensors go from worker to worker, never through the process that composes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import cast
+
+import ray
+
+from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
+from nemo_rl_like.algorithms.value_losses import ValueLoss
+from nemo_rl_like.artifacts.hashing import JSON
+from nemo_rl_like.cluster.group import WorkerGroup
+from nemo_rl_like.data.order import DataPosition
+from nemo_rl_like.observe.timing import Timings
+from nemo_rl_like.policy.client import CRITIC, POLICY, Policy
+from nemo_rl_like.rollout.service import CollectPlan
+from nemo_rl_like.rollout.summary import RolloutSummary
+from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
+from nemo_rl_like.spec.algorithm import GaeAdvantage, VapoAdvantage
+from nemo_rl_like.spec.experiment import RlStageSpec
+from nemo_rl_like.training.engine import RunEngine
+from nemo_rl_like.training.step_service import PreparedStep, StepPlan
+
+ROLLOUT = "rollout"
+STEPS = "steps"
+
+
+def objective_of(spec: RlStageSpec, kl_coef: float | None = None) -> PolicyGradient:
+    """The loss that the stage's algorithm block describes; `kl_coef` takes the place of the block's.
+
+    A single update of a step takes the current log-probs as proximal ones, unless the advantages read them before.
+    """
+    algorithm = spec.algorithm
+    if kl_coef is not None and kl_coef != algorithm.kl.coef:
+        algorithm = algorithm.model_copy(update={"kl": algorithm.kl.model_copy(update={"coef": kl_coef})})
+    single = spec.updates_per_batch * spec.epochs == 1 and algorithm.recompute_proximal == "auto"
+    return PolicyGradient(
+        algorithm,
+        max_new_tokens=spec.sampling.max_new_tokens,
+        on_policy=single and not algorithm.advantages_read_proximal,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RlModels:
+    """The models of a run; those that the algorithm does not read are None."""
+
+    policy: Policy
+    reference: Policy | None = None
+    """Frozen model of the KL."""
+    teacher: Policy | None = None
+    """Model of `distill_coef`."""
+    critic: Policy | None = None
+    """Model of the values."""
+
+
+@dataclass(slots=True)
+class StepServices:
+    """The services of one step, and the counters that a checkpoint keeps of them.
+
+    `updates_per_batch` x `epochs` optimizer steps a step. With a single one the current log-probs are also the proximal
+    ones, so nothing is computed twice; otherwise they are computed once before the first update.
+    """
+
+    spec: RlStageSpec
+    seed: int
+    models: RlModels
+    engine: RunEngine
+    workers: WorkerGroup
+    """Hosts the services `rollout` and `steps`."""
+    rollouts: Path | None
+    """File that records every episode."""
+    kl_coef: float = field(init=False)
+    """Coefficient of the KL in the next step."""
+    updates: dict[str, int] = field(default_factory=lambda: {POLICY: 0, CRITIC: 0})
+    """Optimizer steps made, by model."""
+    timings: Timings = field(default_factory=Timings)
+    _order: TaskOrder = field(init=False)
+    _position: DataPosition = field(init=False)
+    _recorded: int = 0
+
+    def __post_init__(self) -> None:
+        self.kl_coef = self.spec.algorithm.kl.coef
+        tasks = cast(TaskList, self.workers.call(ROLLOUT, "task_list", "train", what="list of training tasks"))
+        self._order = TaskOrder(tasks, self.seed)
+        self._position = self._order.start()
+
+    @property
+    def objective(self) -> PolicyGradient:
+        """The loss of the next step."""
+        return objective_of(self.spec, self.kl_coef)
+
+    def start_training(self) -> None:
+        """Make the optimizers of policy and critic."""
+        spec = self.spec
+        each = spec.updates_per_batch * spec.epochs
+        self.models.policy.start_training(spec.optimizer, (spec.steps - spec.warmup_steps) * each)
+        if self.models.critic is not None:
+            self.models.critic.start_training(spec.critic_or_default.optimizer, spec.steps * each)
+
+    def state(self) -> dict[str, JSON]:
+        """Position in the prompts, counters, and the length of the record of episodes."""
+        return {
+            "position": asdict(self._position),
+            "updates": dict(self.updates),
+            "version": self.engine.version,
+            "recorded": self._recorded,
+            "kl_coef": self.kl_coef,
+        }
+
+    def load_state(self, state: Mapping[str, JSON]) -> None:
+        """Take back what `state` gave; an empty mapping is the start."""
+        self.updates = {POLICY: 0, CRITIC: 0, **cast(Mapping[str, int], state.get("updates", {}))}
+        self._recorded = cast(int, state.get("recorded", 0))
+        self.engine.version = cast(int, state.get("version", 0))
+        self.kl_coef = cast(float, state.get("kl_coef", self.spec.algorithm.kl.coef))
+        position = cast(Mapping[str, str | int] | None, state.get("position"))
+        if position is not None:
+            self._position = DataPosition(str(position["dataset_sha256"]), int(position["consumed"]))
+
+    def rollout(self, step: int, prompts: int, first_group: int = 0) -> tuple[ray.ObjectRef, RolloutSummary]:
+        """Draw the next `prompts`, sample a group of each with the engine, and grade them.
+
+        `first_group` numbers the groups from there: a step that is rolled out in parts counts on.
+        """
+        tasks = self._order.draw(self._position, prompts)
+        shown = self.spec.show_samples if (step - 1) % self.spec.show_samples_every_steps == 0 else 0
+        plan = CollectPlan(
+            step=step,
+            task_ids=tuple(tasks),
+            samples_per_prompt=self.spec.samples_per_prompt,
+            version=self.engine.version,
+            sampling=self.spec.sampling,
+            first_group=first_group,
+            greedy=self.spec.algorithm.advantage.kind == "remax",
+            show=shown,
+        )
+        with self.timings.part("rollout"):
+            got = self.workers.call(
+                ROLLOUT, "collect_to_store", plan, self.engine.client(), what=f"rollout of step {step}"
+            )
+        self._position = self._position.advance(len(tasks))
+        if self.rollouts is not None:
+            got_offset = self.workers.call(ROLLOUT, "append_records", str(self.rollouts), self._recorded)
+            self._recorded = cast(int, got_offset)
+        return cast(tuple[ray.ObjectRef, RolloutSummary], got)
+
+    def groups_with_spread(self, batch: ray.ObjectRef) -> tuple[ray.ObjectRef | None, int]:
+        """The groups whose raw scores are not constant, and their number; None if there is none."""
+        got = self.workers.call(STEPS, "with_spread", batch, what="dynamic sampling")
+        return cast(tuple[ray.ObjectRef | None, int], got)
+
+    def join(self, *batches: ray.ObjectRef) -> ray.ObjectRef:
+        """One batch of all the rows; their groups must differ."""
+        return cast(ray.ObjectRef, self.workers.call(STEPS, "join", *batches, what="joining rollouts"))
+
+    def select_groups(self, batch: ray.ObjectRef, low: float, high: float) -> tuple[ray.ObjectRef | None, int]:
+        """The groups whose mean raw score is inside [low, high], and their number; None if there is none."""
+        got = self.workers.call(STEPS, "select_groups", batch, low, high, what="choice of groups")
+        return cast(tuple[ray.ObjectRef | None, int], got)
+
+    def log_probs(self, batch: ray.ObjectRef) -> tuple[ray.ObjectRef, dict[str, float]]:
+        """The batch with the log-probs that objective and advantages read; the gap metrics if they come from here."""
+        metrics: dict[str, float] = {}
+        temperature = self.spec.sampling.temperature
+        if not self.objective.on_policy:
+            with self.timings.part("logprobs"):
+                values, metrics = self.models.policy.logprobs(
+                    batch, temperature, self.engine.gap_limit(), "proximal log-probs"
+                )
+                batch = self._attach(batch, "proximal", values)
+        for name, model in (("reference", self.models.reference), ("teacher", self.models.teacher)):
+            if model is not None:
+                with self.timings.part(name):
+                    values, _ = model.logprobs(batch, temperature, what=f"{name} log-probs")
+                    batch = self._attach(batch, name, values)
+        return batch, metrics
+
+    def _attach(self, batch: ray.ObjectRef, name: str, values: ray.ObjectRef) -> ray.ObjectRef:
+        return cast(ray.ObjectRef, self.workers.call(STEPS, "attach", batch, name, values, what=f"attaching {name}"))
+
+    def values(self, batch: ray.ObjectRef) -> ray.ObjectRef:
+        """The batch with the critic's values, where there is one."""
+        critic, advantage = self.models.critic, self.spec.algorithm.advantage
+        if critic is None:
+            return batch
+        ends = isinstance(advantage, GaeAdvantage | VapoAdvantage) and advantage.bootstrap_truncated
+        with self.timings.part("values"):
+            asked = self.workers.call(STEPS, "with_ends", batch, what="rows for the critic") if ends else batch
+            values = critic.values(cast(ray.ObjectRef, asked))
+            got = self.workers.call(STEPS, "attach_values", batch, values, ends, what="attaching values")
+        return cast(ray.ObjectRef, got)
+
+    def advantages(self, step: int, batch: ray.ObjectRef) -> PreparedStep:
+        """Filters, shaping and advantages, and the rows of each update."""
+        plan = StepPlan(
+            algorithm=self.objective.algorithm,
+            max_new_tokens=self.spec.sampling.max_new_tokens,
+            updates=self.spec.updates_per_batch,
+            epochs=self.spec.epochs,
+            seed=self.seed * 1_000_003 + step,
+        )
+        with self.timings.part("advantages"):
+            got = self.workers.call(STEPS, "prepare", batch, plan, what=f"advantages of step {step}")
+        return cast(PreparedStep, got)
+
+    def update(self, step: int, prepared: PreparedStep) -> dict[str, float]:
+        """The step's optimizer steps: of the critic, and after its warm-up of the policy."""
+        objective = self.objective
+        gap = self.engine.gap_limit() if objective.on_policy else None
+        value = ValueLoss(self.spec.critic_or_default.value_clip)
+        trains_policy = step > self.spec.warmup_steps
+        made: list[dict[str, float]] = []
+        for index, rows in enumerate(prepared.minibatches):
+            what = f"update {index + 1} of {len(prepared.minibatches)} of step {step}"
+            metrics: dict[str, float] = {}
+            if self.models.critic is not None:
+                with self.timings.part("critic"):
+                    got = self.models.critic.train_step(prepared.batch, rows, value, what=f"critic's {what}")
+                metrics |= {f"value/{name}": got[name] for name in (*value.metric_names, "grad_norm", "lr")}
+                self.updates[CRITIC] += 1
+            if trains_policy:
+                with self.timings.part("update"):
+                    temperature = self.spec.sampling.temperature
+                    metrics |= self.models.policy.train_step(
+                        prepared.batch, rows, objective, temperature, gap, what=what
+                    )
+                self.updates[POLICY] += 1
+            made.append(metrics)
+        rates = {name: value for name, value in made[-1].items() if name in ("lr", "value/lr")}
+        return {name: sum(m[name] for m in made) / len(made) for name in made[0]} | rates
