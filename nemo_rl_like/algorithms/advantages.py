@@ -66,7 +66,7 @@ def rloo(episodes: Episodes, options: spec.RlooAdvantage) -> Tensor:
 
 
 def opo(episodes: Episodes, options: spec.OpoAdvantage) -> Tensor:
-    """R - sum_g(len R) / sum_g(len). Hao et al. 2025 (arXiv 2505.23585), eq. 10."""
+    """R - sum_g(len R) / sum_g(len). Hao et al. 2025 (arXiv 2505.23585)."""
     groups, length = episodes.groups, episodes.lengths.double()
     total = groups.sum(length).clamp(min=1)
     baseline = (groups.sum(length * episodes.rewards) / total)[groups.index]
@@ -77,7 +77,7 @@ def pass_at_k(episodes: Episodes, options: spec.PassAtKAdvantage) -> Tensor:
     """Advantage of the best of k, over all subsets of k of the group's n valid episodes, w of them wrong (R <= 0).
 
     P = 1 - C(w, k) / C(n, k), s = sqrt(P (1 - P)); right: (1 - P) / s; wrong: (1 - P - C(w-1, k-1) / C(n-1, k-1)) / s; 0 where
-    s = 0 or n < k. Chen et al. 2025, "Pass@k Training" (arXiv 2508.10751), section 2.4.
+    s = 0 or n < k. Chen et al. 2025, "Pass@k Training" (arXiv 2508.10751).
     """
     groups, k = episodes.groups, options.k
     right = groups.valid & (episodes.rewards > 0)
@@ -129,7 +129,7 @@ def remax(episodes: Episodes, options: spec.RemaxAdvantage) -> Tensor:
 def gigpo(episodes: Episodes, options: spec.GigpoAdvantage) -> Estimate:
     """GRPO's advantage plus w (G_k - mean) / (std + 1e-6) over the turns of a group that start from the same state.
 
-    G_k = sum over the episode's turns l >= k of gamma^(l-k) r_l. Feng et al. 2025 (arXiv 2505.10978), eq. 3, 6 and 8.
+    G_k = sum over the episode's turns l >= k of gamma^(l-k) r_l. Feng et al. 2025 (arXiv 2505.10978).
     """
     if episodes.turn is None or episodes.anchor is None:
         raise ValueError("advantage `gigpo` needs turns and the states they start from; the batch has none")
@@ -140,12 +140,12 @@ def gigpo(episodes: Episodes, options: spec.GigpoAdvantage) -> Estimate:
 
 
 def reinforce_pp(episodes: Episodes, options: spec.ReinforcePpAdvantage) -> Estimate:
-    """G_t = sum_{s >= t} gamma^(s-t) R_s, then (G - mean) / std over all trained tokens. Hu 2025 (arXiv 2501.03262), eq. 8-9."""
+    """G_t = sum_{s >= t} gamma^(s-t) R_s, then (G - mean) / std over all trained tokens. Hu 2025 (arXiv 2501.03262)."""
     return Estimate(whitened(episodes.scan_back(episodes.rewards_by_token(), options.gamma)))
 
 
 def reinforce_pp_baseline(episodes: Episodes, options: spec.ReinforcePpBaselineAdvantage) -> Estimate:
-    """REINFORCE++ with R - mean_g in the place of R. Hu 2025 (arXiv 2501.03262), section 3.3."""
+    """REINFORCE++ with R - mean_g in the place of R. Hu 2025 (arXiv 2501.03262)."""
     centered = episodes.with_rewards(episodes.groups.centered(episodes.rewards))
     return Estimate(whitened(centered.scan_back(centered.rewards_by_token(), options.gamma)))
 
@@ -159,7 +159,7 @@ def gae(episodes: Episodes, options: spec.GaeAdvantage) -> Estimate:
 
 
 def vapo(episodes: Episodes, options: spec.VapoAdvantage) -> Estimate:
-    """GAE with lambda 1 - 1 / (alpha T_i) for the policy and 1 for the critic. Yue et al. 2025 (arXiv 2504.05118), eq. 5-8."""
+    """GAE with lambda 1 - 1 / (alpha T_i) for the policy and 1 for the critic. Yue et al. 2025 (arXiv 2504.05118)."""
     delta = _deltas(episodes, options.gamma, options.bootstrap_truncated)
     lam = (1 - 1 / (options.alpha * episodes.lengths.clamp(min=1).double())).clamp(min=0)
     advantage = episodes.scan_back(delta, options.gamma * lam)

@@ -39,7 +39,7 @@ def geometric_mask(tokens: Scored, options: spec.GeometricMaskCorrection) -> Ten
 
 
 def off_policy_mask(tokens: Scored, options: spec.OffPolicyMaskCorrection) -> Tensor:
-    """1 where the sequence's mean advantage is >= 0 or mean(behavior - current) <= delta, else 0. DeepSeek-V3.2 2025 (arXiv 2512.02556), eq. 9."""
+    """1 where the sequence's mean advantage is >= 0 or mean(behavior - current) <= delta, else 0. DeepSeek-V3.2 2025 (arXiv 2512.02556)."""
     away = tokens.mean(tokens.values["behavior"] - tokens.current)
     keep = (tokens.mean(tokens.advantage) >= 0) | (away <= options.delta)
     return tokens.spread(keep.to(tokens.current.dtype))

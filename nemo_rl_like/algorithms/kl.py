@@ -31,7 +31,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 def loss(estimator: str, current: Tensor, reference: Tensor, behavior: Tensor | None = None) -> Tensor:
     """[M] the KL term of a loss; with `behavior` times exp(current - behavior), gradient included (the unbiased gradient).
 
-    The ratio makes the gradient of an unbiased estimator that of the KL: DeepSeek-V3.2 2025 (arXiv 2512.02556), eq. 7.
+    The ratio makes the gradient of an unbiased estimator that of the KL: DeepSeek-V3.2 2025 (arXiv 2512.02556).
     """
     divergence = ESTIMATORS[estimator](current - reference)
     return divergence if behavior is None else bounded_exp(current - behavior) * divergence

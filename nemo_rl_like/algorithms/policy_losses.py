@@ -29,7 +29,7 @@ def clip(tokens: Scored, options: spec.ClipLoss | spec.ClipCovLoss) -> PolicyLos
     """-min(r A, clip(r, 1-low, 1+high) A), r = exp(current - proximal); never above -dual A where A < 0; r capped at `delta` in r A.
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; clip-higher: Yu et al. 2025 (arXiv 2503.14476); dual clip: Ye et al. 2020
-    (arXiv 1912.09729), eq. 5; two-sided: INTELLECT-2 2025 (arXiv 2505.07291), eq. 1.
+    (arXiv 1912.09729), eq. 5; two-sided: INTELLECT-2 2025 (arXiv 2505.07291).
     """
     ratio = bounded_exp(tokens.log_ratio)
     dual = options.dual if isinstance(options, spec.ClipLoss) else None
@@ -46,7 +46,7 @@ def reinforce(tokens: Scored, options: spec.ReinforceLoss) -> PolicyLoss:
 
 
 def gspo(tokens: Scored, options: spec.GspoLoss) -> PolicyLoss:
-    """-min(s A, clip(s) A), s = exp(mean_t of log-ratios), A the mean advantage. Zheng et al. 2025 (arXiv 2507.18071), eq. 5-7."""
+    """-min(s A, clip(s) A), s = exp(mean_t of log-ratios), A the mean advantage. Zheng et al. 2025 (arXiv 2507.18071)."""
     ratio = bounded_exp(tokens.mean(tokens.log_ratio))
     advantage = tokens.mean(tokens.advantage)
     told = _told(_clipped(ratio, advantage, options.low, options.high), ratio, advantage, options.low, options.high)
@@ -54,7 +54,7 @@ def gspo(tokens: Scored, options: spec.GspoLoss) -> PolicyLoss:
 
 
 def gspo_token(tokens: Scored, options: spec.GspoTokenLoss) -> PolicyLoss:
-    """As clip, with the ratio sg(s) exp(current - sg(current)), s as in GSPO. Zheng et al. 2025 (arXiv 2507.18071), eq. 13-14."""
+    """As clip, with the ratio sg(s) exp(current - sg(current)), s as in GSPO. Zheng et al. 2025 (arXiv 2507.18071)."""
     whole = tokens.spread(bounded_exp(tokens.mean(tokens.log_ratio))).detach()
     ratio = whole * (tokens.current - tokens.current.detach()).exp()
     loss = _clipped(ratio, tokens.advantage, options.low, options.high)
@@ -62,7 +62,7 @@ def gspo_token(tokens: Scored, options: spec.GspoTokenLoss) -> PolicyLoss:
 
 
 def gmpo(tokens: Scored, options: spec.GmpoLoss) -> PolicyLoss:
-    """-A exp(mean_t d), d = min(log-ratio, high) for A > 0, max(log-ratio, -low) else. Zhao et al. 2025 (arXiv 2507.20673), eq. 4-5."""
+    """-A exp(mean_t d), d = min(log-ratio, high) for A > 0, max(log-ratio, -low) else. Zhao et al. 2025 (arXiv 2507.20673)."""
     advantage = tokens.mean(tokens.advantage)
     sign = tokens.spread(advantage)
     change = tokens.log_ratio
@@ -74,21 +74,21 @@ def gmpo(tokens: Scored, options: spec.GmpoLoss) -> PolicyLoss:
 
 
 def cispo(tokens: Scored, options: spec.CispoLoss) -> PolicyLoss:
-    """-sg(min(r, cap)) A current. MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5."""
+    """-sg(min(r, cap)) A current. MiniMax-M1 2025 (arXiv 2506.13585)."""
     ratio = bounded_exp(tokens.log_ratio).detach()
     loss = -ratio.clamp(max=options.cap) * tokens.advantage * tokens.current
     return PolicyLoss(loss, ratio, torch.zeros_like(ratio, dtype=torch.bool), ratio > options.cap)
 
 
 def sapo(tokens: Scored, options: spec.SapoLoss) -> PolicyLoss:
-    """-f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A. Gao et al. 2025 (SAPO, arXiv 2511.20347), eq. 5-7."""
+    """-f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A. Gao et al. 2025 (SAPO, arXiv 2511.20347)."""
     ratio = bounded_exp(tokens.log_ratio)
     tau = torch.where(tokens.advantage > 0, options.tau_positive, options.tau_negative).to(ratio.dtype)
     return _unclipped(-(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * tokens.advantage, tokens)
 
 
 def gpg(tokens: Scored, options: spec.GpgLoss) -> PolicyLoss:
-    """-alpha A current, alpha = groups / groups with an advantage other than 0. Chu et al. 2025 (GPG, arXiv 2504.02546), eq. 9."""
+    """-alpha A current, alpha = groups / groups with an advantage other than 0. Chu et al. 2025 (GPG, arXiv 2504.02546)."""
     return _unclipped(-tokens.values["group_scale"] * tokens.advantage * tokens.current, tokens)
 
 
@@ -103,7 +103,7 @@ def kl_cov(tokens: Scored, options: spec.KlCovLoss) -> PolicyLoss:
 
 
 def clip_cov(tokens: Scored, options: spec.ClipCovLoss) -> PolicyLoss:
-    """0 at selected tokens, PPO's clip loss elsewhere. Cui et al. 2025 (arXiv 2505.22617), eq. 11-12."""
+    """0 at selected tokens, PPO's clip loss elsewhere. Cui et al. 2025 (arXiv 2505.22617)."""
     told = clip(tokens, options)
     return PolicyLoss(
         torch.where(tokens.values["selected"] > 0, 0.0, told.loss), told.ratio, told.clipped_low, told.clipped_high

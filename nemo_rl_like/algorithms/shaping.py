@@ -13,7 +13,7 @@ from nemo_rl_like.spec import algorithm as spec
 
 
 def overlong(rewards: Tensor, episodes: Episodes, options: spec.OverlongShaping, limit: int) -> Tensor:
-    """R + coef * p, p = 0 up to L - c tokens, (L - c - y) / c up to L, -1 beyond. Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 13."""
+    """R + coef * p, p = 0 up to L - c tokens, (L - c - y) / c up to L, -1 beyond. Yu et al. 2025 (DAPO, arXiv 2503.14476)."""
     end = options.limit or limit
     cache = options.cache or max(1, end // 5)
     over = episodes.lengths.double() - (end - cache)
