@@ -167,18 +167,12 @@ class _Planner:
         return self._fill_flat(longest_first)
 
     def _fill_flat(self, units: list[_Unit]) -> list[list[_Unit]]:
-        """First fit, longest first."""
-        bins: list[list[_Unit]] = []
-        room: list[int] = []
+        """First fit, longest first; a unit above the budget takes a pass of its own."""
+        rooms = _Rooms(len(units), self._budget)
+        bins: list[list[_Unit]] = [[] for _ in units]
         for unit in units:
-            place = next((i for i, free in enumerate(room) if free >= unit.tokens), None)
-            if place is None:
-                bins.append([unit])
-                room.append(self._budget - unit.tokens)
-            else:
-                bins[place].append(unit)
-                room[place] -= unit.tokens
-        return bins
+            bins[rooms.take(unit.tokens)].append(unit)
+        return [filled for filled in bins if filled]
 
     def _fill_padded(self, units: list[_Unit]) -> list[list[_Unit]]:
         """Rows of similar length; a pass costs rows times its longest row."""
@@ -297,6 +291,28 @@ class _PrefixPart:
         """How these tokens attend when they start at `offset`."""
         responses = [(g, n) for g, n in zip(self._group, self._own, strict=True) if n > 0]
         return PrefixBlock.of(offset, self._prompt_lengths, responses)
+
+
+class _Rooms:
+    """Free tokens of passes in order, as a tree of maxima: finds the first pass with enough room in log(passes) steps."""
+
+    def __init__(self, count: int, budget: int) -> None:
+        self._budget = budget
+        self._size = 1 << max(count - 1, 0).bit_length()
+        self._most = [budget] * (2 * self._size)
+        """Node i has the children 2i and 2i + 1; the leaves are the passes."""
+
+    def take(self, tokens: int) -> int:
+        """The first pass with room for `tokens`, which then has that much less; for more than the budget the first empty one."""
+        asked, node = min(tokens, self._budget), 1
+        while node < self._size:
+            node = 2 * node if self._most[2 * node] >= asked else 2 * node + 1
+        self._most[node] -= asked
+        index = node - self._size
+        while node > 1:
+            node //= 2
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+        return index
 
 
 def _merged(units: list[_Unit], together: list[int]) -> list[_Unit]:
