@@ -83,11 +83,16 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Supervised: mean of -log p over the trained tokens of the whole step."""
+    """Supervised: mean of -log p over the trained tokens of the whole step; `dynamic`: of -sg(p) log p.
+
+    Dynamic fine-tuning: Wu et al. 2025 (DFT, arXiv 2508.05629). `nll` is the mean of -log p either way.
+    """
+
+    dynamic: bool = False
 
     needs_entropy: bool = False
     looks_first: bool = False
-    metric_names: tuple[str, ...] = ("loss",)
+    metric_names: tuple[str, ...] = ("loss", "nll")
 
     def together(self, batch: TokenBatch) -> Tensor | None:
         """Any split will do."""
@@ -99,6 +104,8 @@ class CrossEntropy:
         return StepStats(weights=weights, tokens=float(batch.loss_mask.sum()), live_rows=batch.trained_per_row > 0)
 
     def loss(self, outputs: Outputs, values: dict[str, Tensor], weights: Tensor, stats: StepStats) -> LossSum:
-        """-sum w log p."""
-        loss = -(weights * outputs.logprobs).sum()
-        return LossSum(loss, {"loss": loss.detach()})
+        """-sum w log p, or -sum w sg(p) log p."""
+        logprobs = outputs.logprobs
+        surprise = -weights * logprobs
+        loss = (surprise * logprobs.detach().exp() if self.dynamic else surprise).sum()
+        return LossSum(loss, {"loss": loss.detach(), "nll": surprise.detach().sum()})

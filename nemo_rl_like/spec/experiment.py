@@ -293,6 +293,8 @@ class SftStageSpec(StageBase):
     """Optimizer steps."""
     examples_per_step: PositiveInt = 64
     """Examples in one optimizer step."""
+    loss: Literal["cross_entropy", "dft"] = "cross_entropy"
+    """`dft` weighs each token's cross-entropy by its probability (dynamic fine-tuning); validation is cross-entropy either way."""
     optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
     """Optimizer and schedule."""
     validate_every_steps: NonNegativeInt = 0

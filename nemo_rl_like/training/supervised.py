@@ -70,7 +70,9 @@ class SftRecipe:
                 SftBatch, self.workers.call(DATA, "batch", self._position, examples, what=f"batch of step {step}")
             )
         with self._timings.part("update"):
-            metrics = self.policy.train_step(got.batch, None, CrossEntropy(), what=f"step {step}")
+            metrics = self.policy.train_step(
+                got.batch, None, CrossEntropy(self.spec.loss == "dft"), what=f"step {step}"
+            )
         self._position = got.position
         self._updates += 1
         metrics |= {"tokens": float(got.tokens), "dropped_examples": float(got.dropped)}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
+from nemo_rl_like.model.layouts import Kind, MicroBatch, _Rooms, plan_microbatches
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 KINDS = st.sampled_from(["padded", "packed", "shared_prefix"])
@@ -100,3 +100,40 @@ def test_data_parallel_ranks_get_similar_work() -> None:
     ]
     loads = [sum(m.input_ids.numel() for m in passes) for passes in plan(batch_rows(rows), "packed", 4, 10_000)]
     assert max(loads) <= 1.1 * min(loads)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), KINDS, st.integers(1, 3), st.integers(1, 40), st.integers(2, 4))
+def test_rows_of_one_number_share_a_pass(batch: TokenBatch, kind: Kind, dp: int, budget: int, numbers: int) -> None:
+    together = torch.arange(batch.rows) % numbers
+    passes = [
+        micro_batch.source_index
+        for rank in range(dp)
+        for micro_batch in plan_microbatches(
+            batch,
+            list(range(batch.rows)),
+            dp_size=dp,
+            dp_rank=rank,
+            kind=kind,
+            token_budget=budget,
+            together=together,
+        )
+    ]
+    seen = [set(together[batch.row_of_token[source]].tolist()) for source in passes]
+    assert sorted(torch.cat(passes).tolist()) == batch.loss_mask.nonzero().flatten().tolist()
+    assert all(not (a & b) for i, a in enumerate(seen) for b in seen[i + 1 :])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 10))
+def test_passes_are_those_of_first_fit_by_hand(sizes: list[int], budget: int) -> None:
+    rooms, made = _Rooms(len(sizes), budget), []
+    free: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        place = next((i for i, room in enumerate(free) if room >= size), None)
+        if place is None:
+            place = len(free)
+            free.append(budget)
+        free[place] -= size
+        made.append(rooms.take(size) == place)
+    assert all(made)

@@ -108,10 +108,7 @@ def test_the_same_step_is_the_same_batch_and_another_step_or_seed_is_not(make):
         return service.collect(
             CollectPlan(
                 step,
-                (
-                    "train-3",
-                    "train-1",
-                ),
+                ("train-3", "train-1"),
                 3,
                 0,
                 SamplingSpec(),
@@ -129,10 +126,7 @@ def test_what_was_sampled_is_in_the_batch_token_for_token_and_nothing_else_is_tr
     batch, _ = make(_chatter()).collect(
         CollectPlan(
             1,
-            (
-                "train-1",
-                "train-2",
-            ),
+            ("train-1", "train-2"),
             4,
             7,
             SamplingSpec(max_new_tokens=60),
@@ -178,11 +172,7 @@ def test_samples_of_one_prompt_share_a_request_and_a_prompt_id_and_drawn_twice_s
     batch, summary = service.collect(
         CollectPlan(
             1,
-            (
-                "train-1",
-                "train-1",
-                "train-2",
-            ),
+            ("train-1", "train-1", "train-2"),
             4,
             0,
             SamplingSpec(),
@@ -209,6 +199,33 @@ def test_turn_rewards_are_summed_and_parts_are_kept(make):
     assert summary.rewards["reward"].mean == pytest.approx(said.mean().item())
     assert summary.environment == {"said": 3.0}
     assert summary.turns == 3.0
+
+
+def test_a_turns_reward_sits_on_its_last_sampled_token_and_turns_from_equal_states_share_an_anchor(make):
+    batch, _ = make(_chatter(turns=3)).collect(
+        CollectPlan(1, ("train-1", "train-2"), 4, 0, SamplingSpec(max_new_tokens=200)), _engine()
+    )
+    turn, reward, anchor = (batch.extras[name] for name in ("turn", "turn_rewards", "anchor"))
+    assert torch.equal(turn >= 0, batch.loss_mask)
+    for row in range(batch.rows):
+        mine = batch.row_of_token == row
+        assert turn[mine & batch.loss_mask].unique().tolist() == [0.0, 1.0, 2.0]
+        assert float(reward[mine].sum()) == pytest.approx(float(batch.rewards["reward"][row]))
+        for number in range(3):
+            said = (mine & (turn == number)).nonzero()[:, 0]
+            assert not reward[said[:-1]].any()
+    first = anchor[turn == 0]
+    group = batch.group_id[batch.row_of_token[turn == 0]]
+    assert all(first[group == g].unique().numel() == 1 for g in (0, 1))
+    assert first[group == 0].unique() != first[group == 1].unique()
+
+
+def test_a_step_in_two_parts_counts_its_groups_on_and_greedy_answers_are_a_column(make):
+    plan = CollectPlan(1, ("train-1",), 2, 0, SamplingSpec(max_new_tokens=60), first_group=3, greedy=True)
+    batch, _ = make(_chatter(turns=1)).collect(plan, _engine())
+    assert batch.group_id.tolist() == [3, 3] and batch.episode_id.tolist() == [6, 7]
+    assert batch.column("greedy").unique().numel() == 1
+    assert batch.column("truncated").tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -243,10 +260,7 @@ def test_failures_are_invalid_not_zero_and_train_nothing(make):
     batch, summary = service.collect(
         CollectPlan(
             1,
-            (
-                "train-1",
-                "train-2",
-            ),
+            ("train-1", "train-2"),
             8,
             0,
             SamplingSpec(max_new_tokens=60),
@@ -268,10 +282,7 @@ def test_a_dead_environment_process_costs_its_episodes_and_the_step_goes_on(make
     batch, summary = service.collect(
         CollectPlan(
             1,
-            (
-                "train-1",
-                "train-2",
-            ),
+            ("train-1", "train-2"),
             4,
             0,
             SamplingSpec(max_new_tokens=30),
@@ -410,10 +421,7 @@ def test_records_say_everything_once_also_after_a_resume(make, tmp_path):
         batch, _ = service.collect(
             CollectPlan(
                 n,
-                (
-                    "train-1",
-                    "train-2",
-                ),
+                ("train-1", "train-2"),
                 2,
                 0,
                 SamplingSpec(max_new_tokens=30),

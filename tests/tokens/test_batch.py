@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_like.tokens.batch import Row, batch_rows
+from nemo_rl_like.tokens.batch import Row, batch_rows, concat, with_ends
 
 
 def row(i, prompt, response, valid=True):
@@ -43,3 +43,34 @@ def test_an_invalid_row_with_trained_tokens_is_refused():
 def test_trained_per_row_counts_only_masked_in_tokens():
     batch = batch_rows([row(0, 2, 3), row(1, 4, 0), row(2, 1, 2, valid=False)])
     assert batch.trained_per_row.tolist() == [3, 0, 0]
+
+
+def test_joined_batches_are_their_rows_with_prompts_of_their_own():
+    one, two = batch_rows([row(0, 2, 3), row(1, 1, 2)]), batch_rows([row(2, 3, 1), row(3, 2, 2)])
+    got = concat([one, two])
+    want = batch_rows([row(0, 2, 3), row(1, 1, 2), row(2, 3, 1), row(3, 2, 2)])
+    for name in ("tokens", "cu_seqlens", "loss_mask", "behavior", "version", "group_id", "episode_id"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert got.prompt_id.unique().numel() == 4
+    assert got.rewards["reward"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_row_with_an_end_is_scored_at_its_end_too():
+    batch = batch_rows([row(0, 2, 3), row(1, 4, 0), row(2, 1, 2)])
+    got = with_ends(batch)
+    cuts = got.cu_seqlens.tolist()
+    assert got.lengths.tolist() == [6, 5, 4]
+    for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        old = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
+        assert torch.equal(got.tokens[start : end - 1], batch.tokens[old])
+        assert torch.equal(got.loss_mask[start : end - 1], batch.loss_mask[old])
+        assert bool(got.loss_mask[end - 1]) == bool(batch.loss_mask[old].any())
+
+
+def test_rows_with_other_columns_or_extras_are_refused():
+    plain = row(0, 1, 1)
+    fields = {k: getattr(plain, k) for k in plain.__dataclass_fields__}
+    with pytest.raises(ValueError, match="other columns"):
+        batch_rows([plain, Row(**{**fields, "columns": {"truncated": 1.0}})])
+    with pytest.raises(ValueError, match="turn has 1 entries for 2 tokens"):
+        batch_rows([Row(**{**fields, "extras": {"turn": [0.0]}})])
