@@ -57,7 +57,7 @@ class TokenOutputs:
     """What the head says about M scored tokens, in nats."""
 
     logprobs: Tensor
-    """float32 [M] log-softmax(logits / temperature) at the target, over the whole vocabulary."""
+    """float32, the shape of the targets: log-softmax(logits / temperature) at each, over the whole vocabulary."""
     entropy: Tensor | None
     """float32 [M] entropy of that distribution, if asked for."""
 
@@ -81,7 +81,7 @@ def token_logprobs(
     chunk_tokens: int,
     want_entropy: bool = False,
 ) -> TokenOutputs:
-    """Log-probs of `targets` [M] from `hidden` [M, H], differentiable in `hidden` and the head's weight.
+    """Log-probs of `targets` [M], or of K tokens a place [M, K], from `hidden` [M, H], differentiable in it and the head's weight.
 
     log p(y) = z_y - logsumexp(z) and entropy = logsumexp(z) - sum_v p_v z_v, with z = hidden @ weight.T / temperature.
     The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again, but for the last chunks', whose
@@ -91,10 +91,11 @@ def token_logprobs(
     """
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"temperature is {temperature} and chunk_tokens {chunk_tokens}; both must be positive")
+    ids = targets[:, None] if targets.dim() == 1 else targets
     logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, targets, head, temperature, chunk_tokens, want_entropy, torch.is_grad_enabled()
+        hidden, head.weight, ids, head, temperature, chunk_tokens, want_entropy, torch.is_grad_enabled()
     )
-    return TokenOutputs(logprobs, entropy)
+    return TokenOutputs(logprobs.view(targets.shape), entropy)
 
 
 def token_scores(hidden: Tensor, model: MegatronModel) -> Tensor:
@@ -119,8 +120,8 @@ def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With p the softmax, g and e the gradients of log-prob and entropy H, the gradient of logit v is
-    g (v = target) - p_v (g + e H) - e p_v log p_v.
+    """With p the softmax, g_k and e the gradients of K log-probs and entropy H, and g their sum, the gradient of logit v is
+    sum of g_k (v = target k) - p_v (g + e H) - e p_v log p_v.
     """
 
     @staticmethod
@@ -139,17 +140,17 @@ class _TokenLogprobs(torch.autograd.Function):
         chunks = _chunks(hidden.shape[0], chunk_tokens)
         keep_from = len(chunks) - (_kept_chunks(chunk_tokens, head.real_rows) if with_grad else 0)
         kept: list[_Exponentials | None] = []
-        stats = [hidden.new_zeros(0, 3, dtype=torch.float32)]
+        stats = [hidden.new_zeros(0, 2 + targets.shape[1], dtype=torch.float32)]
         for i, part in enumerate(chunks):
             exponentials, stat = shard.statistics(hidden[part], targets[part], want_entropy)
             kept.append(exponentials if i >= keep_from else None)
             stats.append(stat)
-        log_norm, target_logit, mean_logit = _over_vocabulary(torch.cat(stats), head)
+        log_norm, mean_logit, target_logits = _over_vocabulary(torch.cat(stats), head)
         entropy = log_norm - mean_logit if want_entropy else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, log_norm - mean_logit)
         ctx.shard, ctx.chunks, ctx.kept, ctx.group = shard, chunks, kept, head.tp_group
         ctx.set_materialize_grads(False)
-        return target_logit - log_norm, entropy
+        return target_logits - log_norm[:, None], entropy
 
     @staticmethod
     def backward(
@@ -163,7 +164,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_weight is None and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_norm)
+            grad_logprobs = torch.zeros_like(targets, dtype=torch.float32)
         for i, part in reversed(list(enumerate(ctx.chunks))):
             chunk = _Chunk(hidden[part], targets[part], log_norm[part], entropy[part])
             grad_e = None if grad_entropy is None else grad_entropy[part]
@@ -191,6 +192,7 @@ class _Chunk:
 
     hidden: Tensor
     targets: Tensor
+    """[c, K]"""
     log_norm: Tensor
     entropy: Tensor
 
@@ -205,14 +207,14 @@ class _Shard:
     temperature: float
 
     def statistics(self, hidden: Tensor, targets: Tensor, want_entropy: bool) -> tuple[_Exponentials | None, Tensor]:
-        """float32 [c, 3] over this rank's tokens: logsumexp, the target's logit (0 if not here), mean logit (if wanted)."""
-        out = hidden.new_zeros(hidden.shape[0], 3, dtype=torch.float32)
+        """float32 [c, 2 + K] over this rank's tokens: logsumexp, mean logit (if wanted), the targets' logits (0 if not here)."""
+        out = hidden.new_zeros(hidden.shape[0], 2 + targets.shape[1], dtype=torch.float32)
         if self.real_rows == 0:
             out[:, 0] = float("-inf")
             return None, out
         logits = self._logits(hidden)
         here, row = self._local(targets)
-        out[:, 1] = logits.gather(1, row[:, None])[:, 0] * here
+        out[:, 2:] = logits.gather(1, row) * here
         maximum = logits.new_empty(logits.shape[0])
         for start in range(0, logits.shape[0], _CACHE_ROWS):
             block = slice(start, start + _CACHE_ROWS)
@@ -232,16 +234,21 @@ class _Shard:
         if self.real_rows == 0:
             return
         here, row = self._local(chunk.targets)
-        at_target = (grad_logprobs * here)[:, None]
-        matrix, scale = self._softmax_part(chunk, kept, grad_logprobs, grad_entropy)
+        at_targets = grad_logprobs * here
+        matrix, scale = self._softmax_part(chunk, kept, grad_logprobs.sum(dim=1), grad_entropy)
         weight = self.weight[: self.real_rows]
-        grad_hidden.addcmul_(weight[row].float(), at_target)
+        lone = row.shape[1] == 1
+        if lone:
+            grad_hidden.addcmul_(weight[row[:, 0]].float(), at_targets)
+        else:  # the targets' part goes into the matrix
+            matrix, scale = matrix.mul_(scale).scatter_add_(1, row, -at_targets), torch.ones_like(scale)
         grad_hidden.sub_((matrix.to(weight.dtype) @ weight).float().mul_(scale))
         grad_hidden.div_(self.temperature)
         if grad_weight is None:
             return
         hidden = chunk.hidden.float() / self.temperature
-        grad_weight.index_add_(0, row, hidden * at_target)
+        if lone:
+            grad_weight.index_add_(0, row[:, 0], hidden * at_targets)
         scaled = hidden.mul_(scale)
         if weight.dtype == torch.float32:
             grad_weight[: self.real_rows].addmm_(matrix.t(), scaled, alpha=-1)
@@ -280,26 +287,26 @@ class _Shard:
 
 
 def _exponentiate(logits: Tensor, out: Tensor, want_entropy: bool) -> Tensor:
-    """exp(logit - maximum) in place of `logits` [r, V]; fills columns 0 and 2 of `out` as `_Shard.statistics` says; maximum [r]."""
+    """exp(logit - maximum) in place of `logits` [r, V]; fills columns 0 and 1 of `out` as `_Shard.statistics` says; maximum [r]."""
     maximum = logits.amax(dim=1)
     below = logits - maximum[:, None] if want_entropy else logits.sub_(maximum[:, None])
     total = torch.exp(below, out=logits).sum(dim=1)
     out[:, 0] = maximum + total.log()
     if want_entropy:
-        out[:, 2] = maximum + torch.linalg.vecdot(logits, below) / total
+        out[:, 1] = maximum + torch.linalg.vecdot(logits, below) / total
     return maximum
 
 
 def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
-    """[M, 3] of each rank -> float32 [M] logsumexp, target logit and mean logit over the whole vocabulary."""
+    """[M, 2 + K] of each rank -> float32 [M] logsumexp and mean logit, [M, K] target logits, over the whole vocabulary."""
     if head.tp_group is None or stats.shape[0] == 0:
-        return stats[:, 0], stats[:, 1], stats[:, 2]
+        return stats[:, 0], stats[:, 1], stats[:, 2:]
     shards = [torch.empty_like(stats) for _ in range(head.tp_size)]
     dist.all_gather(shards, stats, group=head.tp_group)
     parts = torch.stack(shards)
     log_norm = parts[..., 0].logsumexp(dim=0)
     share = (parts[..., 0] - log_norm).exp()
-    return log_norm, parts[..., 1].sum(dim=0), (share * parts[..., 2]).sum(dim=0)
+    return log_norm, (share * parts[..., 1]).sum(dim=0), parts[..., 2:].sum(dim=0)
 
 
 def _kept_chunks(chunk_tokens: int, vocabulary: int) -> int:

@@ -59,6 +59,35 @@ def test_values_and_gradients_equal_float64_for_any_chunk(
     assert head.weight.grad is not None and torch.allclose(head.weight.grad.double(), weight.grad, atol=2e-5)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    chunk=st.integers(1, 6),
+    count=st.integers(2, 4),
+    temperature=st.sampled_from([1.0, 1.7]),
+    entropy=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_several_tokens_a_place_equal_float64_in_value_and_gradient(
+    chunk: int, count: int, temperature: float, entropy: bool, seed: int
+) -> None:
+    hidden, head, _ = draw(5, 6, 17, 2, seed)
+    targets = torch.stack([torch.randperm(17)[:count] for _ in range(5)])
+    g = torch.randn(5, count)
+    out = token_logprobs(hidden, head, targets, temperature=temperature, chunk_tokens=chunk, want_entropy=entropy)
+    states, weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    log_softmax = (states @ weight[:17].t() / temperature).log_softmax(-1)
+    want = log_softmax.gather(1, targets)
+    loss, expected = (out.logprobs * g).sum(), (want * g).sum()
+    if out.entropy is not None:
+        loss = loss + out.entropy.sum()
+        expected = expected - (log_softmax.exp() * log_softmax).sum()
+    loss.backward()
+    expected.backward()
+    assert torch.allclose(out.logprobs.double(), want, atol=5e-6)
+    assert hidden.grad is not None and torch.allclose(hidden.grad.double(), states.grad, atol=2e-5)
+    assert head.weight.grad is not None and torch.allclose(head.weight.grad.double(), weight.grad, atol=2e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_logits_like_minus_infinity_give_finite_gradients(chunk: int) -> None:
     hidden, head, targets = draw(4, 6, 17, 0, 0)
