@@ -61,6 +61,7 @@ class StepService:
         """Filters, advantages, and the rows of each minibatch of whole groups."""
         algorithm, before = plan.algorithm, batch.rows
         batch = filtered(batch, algorithm, plan.seed)
+        dropped = {"replay_filter/dropped_rows": float(before - batch.rows)} if algorithm.replay_filter else {}
         permutation = None
         if algorithm.shuffle_rewards:
             permutation = torch.randperm(torch.unique(batch.episode_id).numel(), generator=_generator(plan.seed))
@@ -71,7 +72,7 @@ class StepService:
             batch=ray.put(ready),
             minibatches=minibatches(batch.group_id, plan.updates, plan.epochs, plan.seed),
             episode_advantages=_episode_advantages(ready),
-            metrics={**_advantage_metrics(ready, algorithm), "filter/dropped_rows": float(before - ready.rows)},
+            metrics={**_advantage_metrics(ready, algorithm), **dropped},
         )
 
     def attach(self, batch: TokenBatch, name: str, values: Tensor) -> ray.ObjectRef:
