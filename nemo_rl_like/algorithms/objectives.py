@@ -6,6 +6,7 @@ An objective declares what it `needs`, has `prepare(batch)` run once over the wh
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,10 +19,13 @@ from nemo_rl_like.tokens.batch import TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the model computed for M scored tokens: current log-probs [M] and, if asked for, entropy [M], in nats."""
+    """What the model computed for M scored tokens, in nats: current log-probs [M] and, where asked for, what else there is."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
+    """[M]"""
+    collision: Tensor | None = None
+    """[M] log sum_v p(v)^2, without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,15 @@ class Objective(Protocol):
     def loss(self, outputs: Outputs, values: dict[str, Tensor], weights: Tensor, stats: StepStats) -> LossSum:
         """Sum over M tokens; `values` and `weights` are `stats`' gathered at these tokens, [M]."""
         ...
+
+
+class ReadsCollision(ABC):
+    """Base of an objective that may read `Outputs.collision`; for all others it is not computed."""
+
+    @property
+    @abstractmethod
+    def needs_collision(self) -> bool:
+        """Whether it does."""
 
 
 @dataclass(frozen=True, slots=True)
