@@ -7,11 +7,10 @@ from pathlib import Path
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.observe.terminal import Terminal
-from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import CheckpointSpec, ExperimentSpec
 from nemo_rl_like.training.recipe import Recipe
 from nemo_rl_like.training.screen import MetricFiles, TrainingScreen
-from nemo_rl_like.training.trainer import Trainer
+from nemo_rl_like.training.trainer import Trained, Trainer
 
 LINES = 100
 """At most about this many metric lines are shown of one stage; all are written to metrics.jsonl."""
@@ -21,7 +20,7 @@ def train(
     spec: ExperimentSpec,
     context: StageContext,
     recipe: Recipe,
-    policy: Policy,
+    policy: Trained,
     identity: ModelIdentity,
     checkpoint: CheckpointSpec,
 ) -> Path:

@@ -15,14 +15,26 @@ from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.reader import CheckpointReader
 from nemo_rl_like.checkpoint.retention import retain
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
-from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.experiment import CheckpointSpec
+from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.training.recipe import Recipe, StepReport
 from nemo_rl_like.training.signals import StopRequest
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+
+
+class Trained(Protocol):
+    """What a checkpoint holds: a policy, with what belongs to it."""
+
+    def save(self, folder: Path) -> tuple[ShardFile, ...]:
+        """Write it under a checkpoint's temporary folder."""
+        ...
+
+    def load(self, folder: Path, updates: int | None = None) -> None:
+        """Take it from a checkpoint written after that many updates."""
+        ...
 
 
 class Recorder(Protocol):
@@ -68,7 +80,7 @@ class Trainer:
     folder: Path
     """The stage's output folder."""
     recipe: Recipe
-    policy: Policy
+    policy: Trained
     identity: ModelIdentity
     """Model that the checkpoints belong to."""
     spec: CheckpointSpec
