@@ -41,7 +41,9 @@ def test_the_default_is_dpo_with_a_frozen_reference() -> None:
 
 
 def test_losses_may_be_written_by_name(tmp_path: Path) -> None:
-    spec = load_spec(written(tmp_path, "    losses: [dpo, {kind: ipo, beta: 0.3, weight: 0.5}]\n    f_divergence: js\n"))
+    spec = load_spec(
+        written(tmp_path, "    losses: [dpo, {kind: ipo, beta: 0.3, weight: 0.5}]\n    f_divergence: js\n")
+    )
     (made,) = spec.stages
     assert isinstance(made, PreferenceStageSpec)
     assert made.kinds == ("dpo", "ipo") and made.losses[1].weight == 0.5 and made.f_divergence.kind == "js"
@@ -69,7 +71,10 @@ def test_a_mistyped_loss_is_named_with_the_right_one(tmp_path: Path) -> None:
         ({"losses": [{"kind": "simpo"}], "ld_alpha": 0.5}, ("`ld_alpha` is 0.5", "simpo", "leave it out")),
         ({"losses": [{"kind": "orpo"}], "reference_sync": {}}, ("`reference_sync`", "orpo has none", "leave it out")),
         ({"data": {"path": "x", "unpair": True}}, ("`data.unpair` is true", "dpo needs pairs", "losses: [kto]")),
-        ({"validate_every_steps": 5}, ("`validate_every_steps` is 5", "`data.validation_fraction` is 0.0", "0.1 is usual")),
+        (
+            {"validate_every_steps": 5},
+            ("`validate_every_steps` is 5", "`data.validation_fraction` is 0.0", "0.1 is usual"),
+        ),
         ({"optimizer": {"warmup_steps": 101}}, ("`optimizer.warmup_steps` is 101", "at most 100")),
         (
             {
