@@ -308,9 +308,10 @@ class PreferenceSpec(Spec):
             raise ValueError(
                 f"`losses` has kto, which judges single completions, and {others}; keep kto alone, or losses of pairs alone"
             )
-        given = {"rpo_alpha": self.rpo_alpha > 0, "ld_alpha": self.ld_alpha is not None, "wpo": self.wpo}
-        for name in (name for name, on in given.items() if on):
-            raise ValueError(f"`{name}` is {getattr(self, name)} and needs pairs, but `losses` is kto; leave it out")
+        given = {"rpo_alpha": self.rpo_alpha or None, "ld_alpha": self.ld_alpha, "wpo": self.wpo or None}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"`{name}` is {value} and needs pairs, but `losses` is kto; leave it out")
 
     def _check_divergence(self) -> None:
         if self.f_divergence.kind == "reverse_kl":
