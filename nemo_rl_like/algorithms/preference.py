@@ -31,8 +31,8 @@ class Preference(ReadsCollision):
     """Mean over the step's pairs of sum_k weight_k loss_k + rpo_alpha * (-pi_c / T_c), times the pair's WPO weight.
 
     The rows of one `group_id` are a pair: a chosen and a rejected completion. Reads the column `margin` where a loss does.
-    RPO: Pang et al. 2024 (arXiv 2404.19733), eq. 1. LD-DPO: Liu et al. 2024 (arXiv 2409.06411), eq. 12. WPO: Zhou et al. 2024
-    (arXiv 2406.11827), eq. 2-3.
+    RPO: Pang et al. 2024 (arXiv 2404.19733). LD-DPO: Liu et al. 2024 (arXiv 2409.06411). WPO: Zhou et al. 2024 (arXiv
+    2406.11827), eq. 2.
     """
 
     options: spec.PreferenceSpec

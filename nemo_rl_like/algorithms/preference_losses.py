@@ -85,7 +85,7 @@ def score(log_ratio: Tensor, divergence: spec.FDivergenceSpec) -> Tensor:
 def dpo(pairs: Pairs, options: spec.DpoLoss) -> Tensor:
     """-(1-e) ls(x) - e ls(-x), x = b h - offset margin, e the label smoothing.
 
-    Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; conservative DPO: Mitchell 2023; offset: Amini et al. 2024 (arXiv 2402.10571), eq. 8.
+    Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; conservative DPO: Mitchell 2023; offset: Amini et al. 2024 (arXiv 2402.10571).
     """
     x = options.beta * pairs.difference()
     if options.offset:
@@ -96,7 +96,7 @@ def dpo(pairs: Pairs, options: spec.DpoLoss) -> Tensor:
 
 
 def robust(pairs: Pairs, options: spec.RobustLoss) -> Tensor:
-    """[-(1-e) ls(b h) + e ls(-b h)] / (1 - 2 e). Chowdhury et al. 2024 (arXiv 2403.00409), eq. 12."""
+    """[-(1-e) ls(b h) + e ls(-b h)] / (1 - 2 e). Chowdhury et al. 2024 (arXiv 2403.00409)."""
     x, e = options.beta * pairs.difference(), options.label_smoothing
     return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
 
@@ -107,7 +107,7 @@ def ipo(pairs: Pairs, options: spec.IpoLoss) -> Tensor:
 
 
 def hinge(pairs: Pairs, options: spec.HingeLoss) -> Tensor:
-    """max(0, 1 - b h). Zhao et al. 2023 (arXiv 2305.10425), eq. 1; on log-ratios: Liu et al. 2023 (arXiv 2309.06657)."""
+    """max(0, 1 - b h). Zhao et al. 2023 (arXiv 2305.10425); on log-ratios: Liu et al. 2023 (arXiv 2309.06657)."""
     return torch.relu(1 - options.beta * pairs.difference())
 
 
@@ -135,13 +135,13 @@ def sppo(pairs: Pairs, options: spec.SppoLoss) -> Tensor:
 
 
 def nca(pairs: Pairs, options: spec.NcaLoss) -> Tensor:
-    """-ls(b u_c) - .5 ls(-b u_c) - .5 ls(-b u_r). Chen et al. 2024 (arXiv 2402.05369), eq. 13 for two completions."""
+    """-ls(b u_c) - .5 ls(-b u_c) - .5 ls(-b u_r). Chen et al. 2024 (arXiv 2402.05369), for two completions."""
     chosen, rejected = options.beta * pairs.chosen.log_ratio, options.beta * pairs.rejected.log_ratio
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
 def bco(pairs: Pairs, options: spec.BcoLoss) -> Tensor:
-    """-ls(b u_c - delta) - ls(delta - b u_r), delta the mean reward so far. Jung et al. 2024 (arXiv 2404.04656), eq. 9."""
+    """-ls(b u_c - delta) - ls(delta - b u_r), delta the mean reward so far. Jung et al. 2024 (arXiv 2404.04656)."""
     delta = options.beta * pairs.mean_log_ratio
     chosen, rejected = options.beta * pairs.chosen.log_ratio, options.beta * pairs.rejected.log_ratio
     return -logsigmoid(chosen - delta) - logsigmoid(delta - rejected)
@@ -168,7 +168,7 @@ def simpo(pairs: Pairs, options: spec.SimpoLoss) -> Tensor:
 
 
 def cpo(pairs: Pairs, options: spec.CpoLoss) -> Tensor:
-    """-ls(b (pi_c - pi_r)) - alpha pi_c. Xu et al. 2024 (arXiv 2401.08417), eq. 5."""
+    """-ls(b (pi_c - pi_r)) - alpha pi_c. Xu et al. 2024 (arXiv 2401.08417)."""
     return -logsigmoid(options.beta * (pairs.chosen.logp - pairs.rejected.logp)) - options.alpha * pairs.chosen.logp
 
 
@@ -226,7 +226,7 @@ def kto(log_ratio: Tensor, desirable: Tensor, z: Tensor, options: spec.KtoLoss) 
     """[S] w_D (1 - sig(b (u - z))) of desirable, w_U (1 - sig(b (z - u))) of other completions; z the mean mismatched u, at least 0.
 
     Args: `log_ratio` u [S]; `desirable` bool [S]; `z` [S] or a scalar, without gradient.
-    Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7-8.
+    Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7.
     """
     x = options.beta * (log_ratio - z)
     good = options.desirable_weight * (1 - torch.sigmoid(x))

@@ -16,6 +16,6 @@ class ReferenceMixer:
 
     @torch.no_grad()
     def mix(self, alpha: float) -> None:
-        """reference = alpha policy + (1 - alpha) reference, in float32. Gorbatovski et al. 2024 (arXiv 2404.09656), eq. 4-5."""
+        """reference = alpha policy + (1 - alpha) reference, in float32. Gorbatovski et al. 2024 (arXiv 2404.09656)."""
         for mine, theirs in zip(self._policy.parameters(), self._reference.parameters(), strict=True):
             theirs.copy_(torch.lerp(theirs.float(), mine.float(), alpha))
