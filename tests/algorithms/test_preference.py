@@ -339,6 +339,16 @@ def test_ktos_mismatched_completions_are_read_once_and_never_trained() -> None:
     assert abs(made(objective, other, step.current, whole(other, objective))[0] - loss) > 1e-3
 
 
+def test_kto_keeps_its_partners_under_any_row_order() -> None:
+    _, objective, step = both({"losses": [{"kind": "kto"}]}, seed=7)
+    z = objective.prepare(step.batch).values["z"][0]
+    assert z > 0
+    for seed in range(5):
+        order = torch.randperm(step.batch.rows, generator=torch.Generator().manual_seed(seed))
+        shuffled = objective.prepare(step.batch.select(order)).values["z"]
+        torch.testing.assert_close(shuffled, z.expand_as(shuffled))
+
+
 def test_kto_needs_two_completions_mismatched_ones_and_a_first_pass() -> None:
     _, objective, step = both({"losses": [{"kind": "kto"}]}, seed=6)
     with pytest.raises(ValueError, match="at least two"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_like.artifacts.errors import InputError
@@ -113,6 +113,7 @@ def test_a_completion_of_the_same_prompt_is_no_mismatch() -> None:
     assert mismatched(rows) == ["<bos>1+7<eos>", "<bos>1+7<eos>", "<bos>2+5<eos>"]
 
 
+@settings(deadline=None)
 @given(prompts=st.lists(st.integers(0, 3), min_size=2, max_size=9))
 def test_kto_never_pairs_a_completion_with_itself_for_odd_and_even_steps(prompts: list[int]) -> None:
     asked: list[tuple[Message, ...]] = [(user(str(p)),) for p in prompts]
