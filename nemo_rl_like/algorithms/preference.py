@@ -72,7 +72,7 @@ class Preference(ReadsCollision):
             values["reference"] = _reference(batch)
         if self.options.ld_alpha is not None:
             values["tail"] = _tail_weights(mask, sequence, lengths, self.options.ld_alpha)
-        if self.options.offset:
+        if self.options.needs_margin:
             values["margin"] = batch.column("margin")[batch.row_of_token]
         return StepStats(
             weights=mask.float() / count,
@@ -99,7 +99,7 @@ class Preference(ReadsCollision):
         return LossSum(total, {"loss": total.detach(), **self._told(pairs, share)})
 
     def _margin(self, values: dict[str, Tensor], tokens: Tensor) -> Tensor | None:
-        return _of_sequence(values["margin"], values["sequence"], tokens)[0::2] if self.options.offset else None
+        return _of_sequence(values["margin"], values["sequence"], tokens)[0::2] if self.options.needs_margin else None
 
     def _likelihood(self, outputs: Outputs, sequence: Tensor, tokens: Tensor) -> Tensor:
         """[P] min(1, w_c w_r), w = exp(mean_t (log p_t - log sum_v p(v)^2)), without gradient."""

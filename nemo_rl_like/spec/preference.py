@@ -284,7 +284,7 @@ class PreferenceSpec(Spec):
         return (*with_reference, *self.losses)[0]
 
     @property
-    def offset(self) -> bool:
+    def needs_margin(self) -> bool:
         """Whether rows must have a margin."""
         return any(isinstance(loss, DpoLoss) and loss.offset > 0 for loss in self.losses)
 

@@ -74,7 +74,7 @@ def check_preferences(stage: PreferenceStageSpec, seed: int) -> None:
     """Open the data and see that it has what the stage reads. Raises InputError."""
     examples = _open(stage.data, stage.unpaired, seed)
     first = examples.train(0, 0)
-    if stage.offset and isinstance(first, Pair) and first.margin is None:
+    if stage.needs_margin and isinstance(first, Pair) and first.margin is None:
         raise InputError(
             f"{first.where}: has no `margin`, which the `offset` of dpo is measured in; add one to every line, or remove `offset`"
         )

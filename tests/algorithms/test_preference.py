@@ -145,7 +145,7 @@ def oracle_kto(options: spec.PreferenceSpec, sides: list[Side], leaves: list[lis
     ]
     half = len(sides) // 2
     good = [i % 3 != 1 for i in range(half)]
-    return oracle.kto(ratios[:half], [float(x) for x in ratios[half:]], good, choice.model_dump())
+    return choice.weight * oracle.kto(ratios[:half], [float(x) for x in ratios[half:]], good, choice.model_dump())
 
 
 def both(cell: Cell, seed: int) -> tuple[spec.PreferenceSpec, Preference | Kto, Step]:
