@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -80,8 +80,11 @@ def pair_step(seed: int, spread: float = 0.4) -> Step:
 
 
 def judged_step(seed: int, count: int = 5, spread: float = 0.4) -> Step:
-    """`count` completions with a judgement, then a mismatched one for each."""
+    """`count` completions with a judgement, then a mismatched one for each; with an odd seed the latter's mean log-ratio is above 0."""
     sides = random_sides(seed, 2 * count, spread)
+    if seed % 2:
+        risen = [replace(side, current=[rounded(x + 0.5) for x in side.current]) for side in sides[count:]]
+        sides = sides[:count] + risen
     rows = [
         _row(side, prompt=i % count, group=i, episode=i, chosen=float(i % 3 != 1), mismatched=float(i >= count))
         for i, side in enumerate(sides)

@@ -119,7 +119,7 @@ def one_pair(options: spec.PreferenceSpec, sides: list[Side], leaves: list[list[
         )
     loss = loss + options.rpo_alpha * -plain[0] / lengths[0]
     if options.wpo:
-        numbers = [[float(x) for x in row] for row in current]
+        numbers = [[x.item() for x in row] for row in current]
         collisions = [side.kept(side.collision) for side in sides]
         loss = oracle.wpo_weight((numbers[0], numbers[1]), (collisions[0], collisions[1])) * loss
     return loss
@@ -145,7 +145,7 @@ def oracle_kto(options: spec.PreferenceSpec, sides: list[Side], leaves: list[lis
     ]
     half = len(sides) // 2
     good = [i % 3 != 1 for i in range(half)]
-    return choice.weight * oracle.kto(ratios[:half], [float(x) for x in ratios[half:]], good, choice.model_dump())
+    return choice.weight * oracle.kto(ratios[:half], [x.item() for x in ratios[half:]], good, choice.model_dump())
 
 
 def both(cell: Cell, seed: int) -> tuple[spec.PreferenceSpec, Preference | Kto, Step]:
