@@ -6,6 +6,7 @@ An objective declares what it `needs`, has `prepare(batch)` run once over the wh
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class Outputs:
     """[M] current log-probs, in nats; of a model with a score head, the scores."""
     entropy: Tensor | None = None
     """[M] in nats, if asked for."""
+    collision: Tensor | None = None
+    """[M] log sum_v p(v)^2, without gradient, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,15 @@ class Objective(Protocol):
     def loss(self, outputs: Outputs, values: dict[str, Tensor], weights: Tensor, stats: StepStats) -> LossSum:
         """Sum over M tokens; `values` and `weights` are `stats`' gathered at these tokens, [M]."""
         ...
+
+
+class ReadsCollision(ABC):
+    """Base of an objective that may read `Outputs.collision`; for all others it is not computed."""
+
+    @property
+    @abstractmethod
+    def needs_collision(self) -> bool:
+        """Whether it does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from nemo_rl_like.cluster.devices import visible_devices
-from nemo_rl_like.observe.terminal import Banner, rl_batch, sft_batch
+from nemo_rl_like.observe.terminal import Banner, preference_batch, rl_batch, sft_batch
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec, StageSpec, stage_name
 from nemo_rl_like.spec.loader import spec_hash
+from nemo_rl_like.spec.preference import PreferenceStageSpec
 
 
 def banner(spec: ExperimentSpec) -> Banner:
@@ -61,6 +62,8 @@ def _model(spec: ExperimentSpec) -> str:
 def _batch(stage: StageSpec) -> list[str]:
     if isinstance(stage, SftStageSpec):
         return [sft_batch(stage.examples_per_step, stage.steps)]
+    if isinstance(stage, PreferenceStageSpec):
+        return [preference_batch(stage.pairs_per_step, stage.steps, unpaired=stage.unpaired)]
     if isinstance(stage, RlStageSpec):
         sizes = (stage.prompts_per_step, stage.samples_per_prompt, stage.updates_per_batch, stage.epochs)
         return [rl_batch(*sizes, stage.steps)]

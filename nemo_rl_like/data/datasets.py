@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.content_split import split_by_content
 from nemo_rl_like.data.messages import JSON, ROLES, Message
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a JSONL file."""
+
+    value: JSON
+    """What it says."""
+    number: int
+    """Line number, from 1."""
+    where: str
+    """`file:number`, for messages to people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +60,32 @@ def load_messages(path: str | Path) -> MessageDataset:
     Raises:
         InputError: the file cannot be read, a line is malformed (names file, line and field), or there is no example.
     """
+    examples = tuple(_example(line) for line in read_lines(path, 'like {"messages": [{"role": "user", ...}]}'))
+    rows = [[[[m.role, m.content] for m in e.messages], dict(e.fields)] for e in examples]
+    return MessageDataset(source=str(path), examples=examples, sha256=content_sha256(rows))
+
+
+def read_lines(path: str | Path, looks: str) -> list[Line]:
+    """The lines of a JSONL file that are not blank. `looks`: what a line is like, in words.
+
+    Raises:
+        InputError: the file cannot be read, a line is not JSON (names file and line), or there is none.
+    """
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"{file}: no such file; give the path of a JSONL file with one conversation a line")
-    examples = tuple(_examples(file))
-    if not examples:
-        raise InputError(
-            f'{file}: the dataset is empty; it needs at least one line like {{"messages": [{{"role": "user", ...}}]}}'
-        )
-    return MessageDataset(source=str(file), examples=examples, sha256=_hash(examples))
+        raise InputError(f"{file}: no such file; give the path of a JSONL file with lines {looks}")
+    lines = list(_lines(file))
+    if not lines:
+        raise InputError(f"{file}: the dataset is empty; it needs at least one line {looks}")
+    return lines
+
+
+def content_sha256(rows: Iterable[JSON]) -> str:
+    """Hash of what the rows say, and of their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def split_dataset(
@@ -63,11 +95,19 @@ def split_dataset(
 
     `fraction` of the distinct conversations, rounded down, are held out; at least one is left for training.
     """
-    distinct = {conversation_key(e.messages) for e in dataset.examples}
+    return hold_out(dataset.examples, lambda example: conversation_key(example.messages), fraction, seed)
+
+
+def hold_out(
+    items: Sequence[T], key: Callable[[T], str], fraction: float, seed: int
+) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    """(training, validation) items: `fraction` of the distinct keys, rounded down, are held out; at least one is left for training."""
+    keys = [key(item) for item in items]
+    distinct = sorted(set(keys))
     wanted = min(int(len(distinct) * fraction), len(distinct) - 1)
-    held_keys = frozenset(split_by_content(list(distinct), lambda key: key, validation=0, test=wanted, seed=seed).test)
-    held = tuple(e for e in dataset.examples if conversation_key(e.messages) in held_keys)
-    return tuple(e for e in dataset.examples if conversation_key(e.messages) not in held_keys), held
+    held_keys = frozenset(split_by_content(distinct, lambda name: name, validation=0, test=wanted, seed=seed).test)
+    held = tuple(item for item, name in zip(items, keys, strict=True) if name in held_keys)
+    return tuple(item for item, name in zip(items, keys, strict=True) if name not in held_keys), held
 
 
 def conversation_key(messages: Sequence[Message]) -> str:
@@ -78,20 +118,20 @@ def conversation_key(messages: Sequence[Message]) -> str:
 def parse_conversation(value: JSON, where: str) -> tuple[tuple[Message, ...], Mapping[str, JSON]]:
     """Messages and further fields of one JSON row. Raises InputError that starts with `where` and names the field."""
     if isinstance(value, list):
-        return _messages(value, where, ""), {}
+        return parse_messages(value, where, ""), {}
     if not isinstance(value, dict):
         raise InputError(f"{where}: a row must be an object or a list of messages, got {type(value).__name__}")
     if "messages" in value:
         rows = value["messages"]
         if not isinstance(rows, list):
             raise InputError(f"{where}: messages: must be a list of {{role, content}}, got {type(rows).__name__}")
-        return _messages(rows, where, "messages"), {k: v for k, v in value.items() if k != "messages"}
+        return parse_messages(rows, where, "messages"), {k: v for k, v in value.items() if k != "messages"}
     if "role" in value or "content" in value:
         return (_message(value, where, ""),), {k: v for k, v in value.items() if k not in ("role", "content")}
     raise InputError(f"{where}: has neither `messages` nor `role` and `content`; its keys are {sorted(value)}")
 
 
-def _examples(file: Path) -> Iterator[Example]:
+def _lines(file: Path) -> Iterator[Line]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -101,14 +141,18 @@ def _examples(file: Path) -> Iterator[Example]:
             continue
         where = f"{file}:{number}"
         try:
-            value = json.loads(text)
+            yield Line(json.loads(text), number, where)
         except json.JSONDecodeError as error:
             raise InputError(f"{where}: is not valid JSON: {error.msg} at column {error.colno}") from error
-        messages, fields = parse_conversation(value, where)
-        yield Example(messages=messages, fields=fields, line=number)
 
 
-def _messages(rows: list[JSON], where: str, field: str) -> tuple[Message, ...]:
+def _example(line: Line) -> Example:
+    messages, fields = parse_conversation(line.value, line.where)
+    return Example(messages=messages, fields=fields, line=line.number)
+
+
+def parse_messages(rows: Sequence[JSON], where: str, field: str) -> tuple[Message, ...]:
+    """Messages of a JSON list that stands in `field`. Raises InputError that starts with `where` and names the field."""
     if not rows:
         raise InputError(f"{where}: {field or 'the list'}: has no message; it needs at least one")
     return tuple(_message(row, where, f"{field}[{i}]") for i, row in enumerate(rows))
@@ -126,11 +170,3 @@ def _message(row: JSON, where: str, field: str) -> Message:
     if not isinstance(content, str):
         raise InputError(f"{where}: {prefix}content: must be text, got {type(content).__name__}")
     return Message(str(role), content)
-
-
-def _hash(examples: Sequence[Example]) -> str:
-    digest = hashlib.sha256()
-    for example in examples:
-        row = [[[m.role, m.content] for m in example.messages], dict(example.fields)]
-        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
-    return digest.hexdigest()

@@ -113,14 +113,16 @@ class Renderer:
             return None
         return ids[1:]
 
-    def trained_texts(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[TrainedText, ...]:
-        """Rows in which each assistant message is trained exactly once; none if there is no assistant message.
+    def trained_texts(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, first: int = 0
+    ) -> tuple[TrainedText, ...]:
+        """Rows in which each assistant message from number `first` on is trained exactly once; none if there is no such message.
 
         One row, if the template only ever appends; else one row for each assistant message, as the model sees it when it writes.
 
         Raises InputError when the template writes a finished assistant message in another way than it asks for one.
         """
-        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        turns = [i for i, message in enumerate(messages) if message.role == "assistant" and i >= first]
         if not turns:
             return ()
         whole = self.text(messages, tools, answer_next=False)

@@ -1,4 +1,4 @@
-"""What hidden states end in. The output head over the vocabulary: log-probs and entropies of scored tokens, never all logits at once.
+"""What hidden states end in. The output head over the vocabulary: log-probs, entropies and collisions of scored tokens, never all logits at once.
 
 The vocabulary is cut over the tensor-parallel ranks; one small all-gather makes the normaliser. Math is float32.
 """
@@ -20,6 +20,9 @@ from nemo_rl_like.model.mcore import parallel_state
 
 _KEPT_BYTES = 1 << 29
 """Exponentials that the forward pass may keep for the backward, in bytes; those of one chunk are kept at any size."""
+
+_TARGETS = 3
+"""Column of the first target's logit in the statistics of a token; before it stand those of the whole vocabulary."""
 
 _CACHE_ROWS = 64
 """Tokens whose logits pass through all elementwise steps before the next ones', so that they stay in the cache."""
@@ -60,6 +63,8 @@ class TokenOutputs:
     """float32, the shape of the targets: log-softmax(logits / temperature) at each, over the whole vocabulary."""
     entropy: Tensor | None
     """float32 [M] entropy of that distribution, if asked for."""
+    collision: Tensor | None
+    """float32 [M] log sum_v p(v)^2 of it, without gradient, if asked for."""
 
 
 def output_head(model: MegatronModel) -> OutputHead:
@@ -80,10 +85,12 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     want_entropy: bool = False,
+    want_collision: bool = False,
 ) -> TokenOutputs:
     """Log-probs of `targets` [M], or of K tokens a place [M, K], from `hidden` [M, H], differentiable in it and the head's weight.
 
-    log p(y) = z_y - logsumexp(z) and entropy = logsumexp(z) - sum_v p_v z_v, with z = hidden @ weight.T / temperature.
+    log p(y) = z_y - logsumexp(z), entropy = logsumexp(z) - sum_v p_v z_v, and collision = logsumexp(2 z) - 2 logsumexp(z), with
+    z = hidden @ weight.T / temperature.
     The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again, but for the last chunks', whose
     exponentials are kept: one chunk's, or as many as 512 MiB hold. The weight's gradient goes to DDP's buffer where there is one
     (`model.gradients`). Collective over the head's tensor-parallel ranks, which hold the same `hidden` and `targets`, and so does its
@@ -92,10 +99,11 @@ def token_logprobs(
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"temperature is {temperature} and chunk_tokens {chunk_tokens}; both must be positive")
     ids = targets[:, None] if targets.dim() == 1 else targets
-    logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, ids, head, temperature, chunk_tokens, want_entropy, torch.is_grad_enabled()
+    wanted = _Wanted(want_entropy, want_collision)
+    logprobs, entropy, collision = _TokenLogprobs.apply(
+        hidden, head.weight, ids, head, temperature, chunk_tokens, wanted, torch.is_grad_enabled()
     )
-    return TokenOutputs(logprobs.view(targets.shape), entropy)
+    return TokenOutputs(logprobs.view(targets.shape), entropy, collision)
 
 
 def token_scores(hidden: Tensor, model: MegatronModel) -> Tensor:
@@ -119,6 +127,14 @@ def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:
         return torch.cat(shards, dim=1)[:, : head.vocab_size]
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is computed beside log-probs."""
+
+    entropy: bool
+    collision: bool
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """With p the softmax, g_k and e the gradients of K log-probs and entropy H, and g their sum, the gradient of logit v is
     sum of g_k (v = target k) - p_v (g + e H) - e p_v log p_v.
@@ -133,28 +149,31 @@ class _TokenLogprobs(torch.autograd.Function):
         head: OutputHead,
         temperature: float,
         chunk_tokens: int,
-        want_entropy: bool,
+        wanted: _Wanted,
         with_grad: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         shard = _Shard(weight, head.first_token, head.real_rows, temperature)
         chunks = _chunks(hidden.shape[0], chunk_tokens)
         keep_from = len(chunks) - (_kept_chunks(chunk_tokens, head.real_rows) if with_grad else 0)
         kept: list[_Exponentials | None] = []
-        stats = [hidden.new_zeros(0, 2 + targets.shape[1], dtype=torch.float32)]
+        stats = [hidden.new_zeros(0, _TARGETS + targets.shape[1], dtype=torch.float32)]
         for i, part in enumerate(chunks):
-            exponentials, stat = shard.statistics(hidden[part], targets[part], want_entropy)
+            exponentials, stat = shard.statistics(hidden[part], targets[part], wanted)
             kept.append(exponentials if i >= keep_from else None)
             stats.append(stat)
-        log_norm, mean_logit, target_logits = _over_vocabulary(torch.cat(stats), head)
-        entropy = log_norm - mean_logit if want_entropy else None
+        log_norm, mean_logit, log_squares, target_logits = _over_vocabulary(torch.cat(stats), head)
+        entropy = log_norm - mean_logit if wanted.entropy else None
+        collision = log_squares - 2 * log_norm if wanted.collision else None
+        if collision is not None:
+            ctx.mark_non_differentiable(collision)
         ctx.save_for_backward(hidden, weight, targets, log_norm, log_norm - mean_logit)
         ctx.shard, ctx.chunks, ctx.kept, ctx.group = shard, chunks, kept, head.tp_group
         ctx.set_materialize_grads(False)
-        return target_logits - log_norm[:, None], entropy
+        return target_logits - log_norm[:, None], entropy, collision
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
@@ -206,19 +225,20 @@ class _Shard:
     real_rows: int
     temperature: float
 
-    def statistics(self, hidden: Tensor, targets: Tensor, want_entropy: bool) -> tuple[_Exponentials | None, Tensor]:
-        """float32 [c, 2 + K] over this rank's tokens: logsumexp, mean logit (if wanted), the targets' logits (0 if not here)."""
-        out = hidden.new_zeros(hidden.shape[0], 2 + targets.shape[1], dtype=torch.float32)
+    def statistics(self, hidden: Tensor, targets: Tensor, wanted: _Wanted) -> tuple[_Exponentials | None, Tensor]:
+        """float32 [c, 3 + K] over this rank's tokens: logsumexp; if wanted mean logit, and logsumexp of twice the logits; the targets'
+        logits (0 if not here)."""
+        out = hidden.new_zeros(hidden.shape[0], _TARGETS + targets.shape[1], dtype=torch.float32)
         if self.real_rows == 0:
-            out[:, 0] = float("-inf")
+            out[:, 0] = out[:, 2] = float("-inf")
             return None, out
         logits = self._logits(hidden)
         here, row = self._local(targets)
-        out[:, 2:] = logits.gather(1, row) * here
+        out[:, _TARGETS:] = logits.gather(1, row) * here
         maximum = logits.new_empty(logits.shape[0])
         for start in range(0, logits.shape[0], _CACHE_ROWS):
             block = slice(start, start + _CACHE_ROWS)
-            maximum[block] = _exponentiate(logits[block], out[block], want_entropy)
+            maximum[block] = _exponentiate(logits[block], out[block], wanted)
         return _Exponentials(logits, maximum), out
 
     def backward(
@@ -286,27 +306,30 @@ class _Shard:
         return here, row.clamp(0, self.real_rows - 1)
 
 
-def _exponentiate(logits: Tensor, out: Tensor, want_entropy: bool) -> Tensor:
-    """exp(logit - maximum) in place of `logits` [r, V]; fills columns 0 and 1 of `out` as `_Shard.statistics` says; maximum [r]."""
+def _exponentiate(logits: Tensor, out: Tensor, wanted: _Wanted) -> Tensor:
+    """exp(logit - maximum) in place of `logits` [r, V]; fills the first columns of `out` as `_Shard.statistics` says; maximum [r]."""
     maximum = logits.amax(dim=1)
-    below = logits - maximum[:, None] if want_entropy else logits.sub_(maximum[:, None])
+    below = logits - maximum[:, None] if wanted.entropy else logits.sub_(maximum[:, None])
     total = torch.exp(below, out=logits).sum(dim=1)
     out[:, 0] = maximum + total.log()
-    if want_entropy:
+    if wanted.entropy:
         out[:, 1] = maximum + torch.linalg.vecdot(logits, below) / total
+    if wanted.collision:
+        out[:, 2] = 2 * maximum + torch.linalg.vecdot(logits, logits).log()
     return maximum
 
 
-def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
-    """[M, 2 + K] of each rank -> float32 [M] logsumexp and mean logit, [M, K] target logits, over the whole vocabulary."""
+def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[M, 3 + K] of each rank -> `_Shard.statistics` over the whole vocabulary, float32 [M] thrice and [M, K]."""
     if head.tp_group is None or stats.shape[0] == 0:
-        return stats[:, 0], stats[:, 1], stats[:, 2:]
+        return stats[:, 0], stats[:, 1], stats[:, 2], stats[:, _TARGETS:]
     shards = [torch.empty_like(stats) for _ in range(head.tp_size)]
     dist.all_gather(shards, stats, group=head.tp_group)
     parts = torch.stack(shards)
     log_norm = parts[..., 0].logsumexp(dim=0)
     share = (parts[..., 0] - log_norm).exp()
-    return log_norm, (share * parts[..., 1]).sum(dim=0), parts[..., 2:].sum(dim=0)
+    means, targets = (share * parts[..., 1]).sum(dim=0), parts[..., _TARGETS:].sum(dim=0)
+    return log_norm, means, parts[..., 2].logsumexp(dim=0), targets
 
 
 def _kept_chunks(chunk_tokens: int, vocabulary: int) -> int:

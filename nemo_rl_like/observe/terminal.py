@@ -180,6 +180,12 @@ def sft_batch(examples: int, steps: int) -> str:
     return f"{steps} optimizer steps x {examples} examples = {steps * examples} examples"
 
 
+def preference_batch(pairs: int, steps: int, *, unpaired: bool) -> str:
+    """Batch arithmetic of a preference stage in one line."""
+    what = "judged completions" if unpaired else "pairs"
+    return f"{steps} optimizer steps x {pairs} {what} = {pairs * steps} {what}"
+
+
 def printable(text: str) -> str:
     """`text` with every control character but the line break shown as its escape, so that a sampled response cannot
     move the cursor or change colours."""

@@ -17,6 +17,7 @@ from nemo_rl_like.spec.experiment import (
     SftStageSpec,
     StageSpec,
 )
+from nemo_rl_like.spec.preference import PreferenceStageSpec
 
 KEY_FORMAT = 1
 """Raised when the meaning of a key changes."""
@@ -93,7 +94,7 @@ def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:
 def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
     """Content hashes of the files that the stage reads beside the model, by dotted path."""
     hashes: dict[str, str] = {}
-    if isinstance(stage, SftStageSpec) and stage.data.path is not None:
+    if isinstance(stage, SftStageSpec | PreferenceStageSpec) and stage.data.path is not None:
         hashes["data.path"] = hash_path(_existing("data.path", stage.data.path))
     if uses_environment(stage) and spec.environment is not None:
         hashes |= _environment_files(spec.environment)

@@ -16,6 +16,7 @@ from nemo_rl_like.spec.experiment import ExperimentSpec, StageSpec
 STAGE_CLASSES: Mapping[str, str] = {
     "sft": "nemo_rl_like.stages.sft:SftStage",
     "rl": "nemo_rl_like.stages.rl:RlStage",
+    "preference": "nemo_rl_like.stages.preference:PreferenceStage",
     "evaluate": "nemo_rl_like.stages.evaluate:EvaluateStage",
     "export": "nemo_rl_like.stages.export:ExportStage",
 }

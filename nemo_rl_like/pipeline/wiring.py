@@ -8,17 +8,15 @@ from dataclasses import dataclass
 
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.spec.experiment import (
+    TRAINING_STAGES,
     EvaluateStageSpec,
     ExperimentSpec,
     ExportStageSpec,
-    RlStageSpec,
-    SftStageSpec,
     StageSpec,
     stage_name,
 )
 from nemo_rl_like.spec.nearest import nearest
 
-MAKES_CHECKPOINT = (SftStageSpec, RlStageSpec)
 RESERVED = ("run.json", "status.json", "spec.yaml", "report.json", "logs")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -51,7 +49,7 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
         )
         if isinstance(stage, ExportStageSpec) and not sources:
             problems.append(
-                f"stages.{name}: no stage before it makes a checkpoint to export; put `sft` or `rl` before it"
+                f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference` or `rl` before it"
             )
         wires.append(Wire(name, stage, sources))
     if problems:
@@ -71,7 +69,7 @@ def _sources(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[tuple[str, 
 
 
 def _makers(stages: Sequence[StageSpec]) -> tuple[str, ...]:
-    return tuple(stage_name(s) for s in stages if isinstance(s, MAKES_CHECKPOINT))
+    return tuple(stage_name(s) for s in stages if isinstance(s, TRAINING_STAGES))
 
 
 def _bad(sources: Sequence[str], before: Sequence[StageSpec]) -> list[str]:

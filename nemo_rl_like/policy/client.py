@@ -20,8 +20,8 @@ from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 RANK = "nemo_rl_like.policy.rank:PolicyRank"
 POLICY, CRITIC = "policy", "critic"
-CRITIC_PREFIX = "critic-"
-"""Before the names of a critic's folders in a checkpoint."""
+CRITIC_PREFIX, REFERENCE_PREFIX = "critic-", "reference-"
+"""Before the names of these models' folders in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,23 +123,33 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class TrainedModels:
-    """The models that one stage trains and its checkpoints hold: the policy, and a critic if there is one."""
+    """The models that change in a stage, and that its checkpoints hold."""
 
     policy: Policy
     critic: Policy | None = None
+    reference: Policy | None = None
+    """A reference that moves; None: it stays as it was, and is found where the stage started from."""
 
     @property
     def sections(self) -> tuple[str, ...]:
         """Folders of a checkpoint that hold shards."""
-        return SECTIONS if self.critic is None else (*SECTIONS, *(f"{CRITIC_PREFIX}{name}" for name in SECTIONS))
+        critic = tuple(f"{CRITIC_PREFIX}{name}" for name in SECTIONS) if self.critic is not None else ()
+        reference = (f"{REFERENCE_PREFIX}weights",) if self.reference is not None else ()
+        return (*SECTIONS, *critic, *reference)
 
     def save(self, folder: Path) -> tuple[ShardFile, ...]:
         """Write every model under a checkpoint's temporary folder."""
-        shards = self.policy.save(folder)
-        return shards if self.critic is None else (*shards, *self.critic.save(folder, CRITIC_PREFIX))
+        parts = [self.policy.save(folder)]
+        if self.critic is not None:
+            parts.append(self.critic.save(folder, CRITIC_PREFIX))
+        if self.reference is not None:
+            parts.append(self.reference.save(folder, REFERENCE_PREFIX))
+        return tuple(shard for part in parts for shard in part)
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         """Load every model and its optimizer state; `updates`: optimizer steps made, by model."""
         self.policy.load(folder, updates[POLICY])
         if self.critic is not None:
             self.critic.load(folder, updates[CRITIC], CRITIC_PREFIX)
+        if self.reference is not None:
+            self.reference.load(folder, prefix=REFERENCE_PREFIX)

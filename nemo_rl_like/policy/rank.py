@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_like.algorithms.objectives import Objective, Outputs, StepStats
+from nemo_rl_like.algorithms.objectives import Objective, Outputs, ReadsCollision, StepStats
 from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
@@ -58,6 +58,11 @@ class Walk:
     def with_entropy(self) -> bool:
         """Whether entropy is computed beside log-probs."""
         return self.keep_entropy or (self.objective is not None and self.objective.needs_entropy)
+
+    @property
+    def with_collision(self) -> bool:
+        """Whether the log of the sum of squared probabilities is computed beside log-probs."""
+        return isinstance(self.objective, ReadsCollision) and self.objective.needs_collision
 
     def together(self, batch: TokenBatch) -> Tensor | None:
         """int64 [B]: rows of equal numbers are in the same pass."""
@@ -158,6 +163,8 @@ class PolicyRank:
 
     def evaluate_loss(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
         """The objective's metrics on the whole batch at temperature 1, without a step."""
+        if objective.looks_first:
+            batch = self._looked_at(batch, 1.0)
         stats = objective.prepare(batch)
         walked = self._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=False)
         return self._report(batch, stats.live_rows, walked, objective.metric_names, None)
@@ -241,8 +248,9 @@ class PolicyRank:
             temperature=walk.temperature,
             chunk_tokens=self._spec.logprob_chunk_tokens,
             want_entropy=walk.with_entropy,
+            want_collision=walk.with_collision,
         )
-        return Outputs(out.logprobs, out.entropy)
+        return Outputs(out.logprobs, out.entropy, out.collision)
 
     def _share(self, *parts: Tensor) -> Sequence[Tensor]:
         """What the last stages computed, summed over data-parallel ranks, on every rank: one all-reduce."""

@@ -16,7 +16,7 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.seeds import seed_of
-from nemo_rl_like.spec.experiment import EvaluationSpec, ExperimentSpec, RlStageSpec, SftStageSpec, stage_name
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, EvaluationSpec, ExperimentSpec, stage_name
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages.evaluate import evaluate, evaluator
 from nemo_rl_like.stages.export import write_export
@@ -112,7 +112,7 @@ def _checkpoint(source: Path) -> Artifact:
         raise InputError(f"{source} is neither a run's output folder (no {SPEC}) nor a checkpoint (no {MANIFEST})")
     spec = load_spec(source / SPEC)
     for stage in reversed(spec.stages):
-        if isinstance(stage, SftStageSpec | RlStageSpec):
+        if isinstance(stage, TRAINING_STAGES):
             for folder in step_folders(source / stage_name(stage) / CHECKPOINTS):
                 verify(folder)
                 return Checkpoint(folder, "")

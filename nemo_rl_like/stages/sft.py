@@ -13,8 +13,9 @@ from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import start_model
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import context_tokens, environment_of, worker_group
+from nemo_rl_like.training.data_recipe import DATA
 from nemo_rl_like.training.sft_service import check_data
-from nemo_rl_like.training.supervised import DATA, SftRecipe
+from nemo_rl_like.training.supervised import SftRecipe
 
 SERVICE = "nemo_rl_like.training.sft_service:SftService"
 
@@ -52,7 +53,7 @@ class SftStage:
             policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
             try:
                 policy.start_training(self.stage.optimizer, self.stage.steps)
-                recipe = SftRecipe(self.stage, policy, workers)
+                recipe = SftRecipe.of(self.stage, policy, workers)
                 return Checkpoint.of(
                     train(spec, context, recipe, TrainedModels(policy), model.identity, self.stage.checkpoint)
                 )

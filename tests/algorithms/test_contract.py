@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.algorithms import advantages, aggregation, corrections, kl, policy_losses, shaping
-from nemo_rl_like.algorithms.objectives import Outputs
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.algorithms.step import with_advantages
-from nemo_rl_like.model.layouts import plan_microbatches
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
@@ -22,6 +20,7 @@ from . import cells, steps
 from .oracle.advantages import advantages as oracle_advantages
 from .oracle.policy import objective as oracle_objective
 from .oracle.samples import Sample
+from .passes import made, splits
 
 LIMIT = 7
 """max_new_tokens."""
@@ -68,48 +67,6 @@ def expected(algorithm: AlgorithmSpec, both: Both) -> tuple[Tensor, Tensor]:
         loss.backward()
     slopes = [[0.0 if x.grad is None else float(x.grad) for x in row] for row in leaves]
     return loss.detach(), both.flat(slopes)
-
-
-def made(
-    objective: PolicyGradient, batch: TokenBatch, current: Tensor, parts: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The package's loss over passes given as places [m] in the batch, and its gradient by `current` float64 [N]."""
-    stats = objective.prepare(batch)
-    at = current.clone().requires_grad_()
-    total = at.new_zeros(())
-    for part in parts:
-        values = {name: wide(value[part]) for name, value in stats.values.items()}
-        outputs = Outputs(at[part], batch.extras["entropy"][part].double())
-        out = objective.loss(outputs, values, stats.weights[part].double(), stats)
-        assert set(out.metrics) == set(objective.metric_names)
-        total = total + out.loss
-    (slope,) = torch.autograd.grad(total, at)
-    return total.detach(), slope
-
-
-def wide(values: Tensor) -> Tensor:
-    """float64, but for indices."""
-    return values.double() if values.is_floating_point() else values
-
-
-def splits(objective: PolicyGradient, batch: TokenBatch) -> Iterator[list[Tensor]]:
-    """The places that the planner gives to each pass: every kind of row, few and many passes, one and two ranks."""
-    live = objective.prepare(batch).live_rows.nonzero()[:, 0].tolist()
-    together = objective.together(batch)
-    for kind, budget, ranks in (
-        ("shared_prefix", 10_000, 1),
-        ("shared_prefix", 12, 2),
-        ("packed", 14, 1),
-        ("packed", 10_000, 2),
-        ("padded", 18, 2),
-    ):
-        yield [
-            pass_.source_index
-            for rank in range(ranks)
-            for pass_ in plan_microbatches(
-                batch, live, dp_size=ranks, dp_rank=rank, kind=kind, token_budget=budget, together=together
-            )
-        ]
 
 
 def ids(cell: cells.Cell) -> str:

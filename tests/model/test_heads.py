@@ -88,6 +88,20 @@ def test_several_tokens_a_place_equal_float64_in_value_and_gradient(
     assert head.weight.grad is not None and torch.allclose(head.weight.grad.double(), weight.grad, atol=2e-5)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", [2, 8])
+def test_the_collision_equals_float64_and_changes_no_gradient(chunk: int, entropy: bool) -> None:
+    hidden, head, targets = draw(5, 6, 17, 2, 4)
+    wanted = {"temperature": 0.7, "chunk_tokens": chunk, "want_entropy": entropy}
+    plain = token_logprobs(hidden, head, targets, **wanted)  # type: ignore[arg-type]
+    out = token_logprobs(hidden, head, targets, **wanted, want_collision=True)  # type: ignore[arg-type]
+    assert plain.collision is None and out.collision is not None and not out.collision.requires_grad
+    table = (hidden.detach().double() @ head.weight.detach()[:17].double().t() / 0.7).log_softmax(-1)
+    assert torch.allclose(out.collision.double(), (2 * table).logsumexp(-1), atol=5e-6)
+    grads = [torch.autograd.grad(o.logprobs.sum(), hidden)[0] for o in (plain, out)]
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_logits_like_minus_infinity_give_finite_gradients(chunk: int) -> None:
     hidden, head, targets = draw(4, 6, 17, 0, 0)

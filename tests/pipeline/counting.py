@@ -12,7 +12,7 @@ from nemo_rl_like.artifacts.errors import StoppedBySignal
 from nemo_rl_like.artifacts.files import atomic_write
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Report, ServingBundle
-from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec, StageSpec
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec
 
 CLASSES = {kind: f"tests.pipeline.counting:{kind.capitalize()}" for kind in ("sft", "rl", "evaluate", "export")}
 
@@ -37,7 +37,7 @@ class Counting:
         return ["`steps` is 13, must not be; use 12"] if self.steps() == 13 else []
 
     def steps(self) -> int:
-        return self.spec.steps if isinstance(self.spec, SftStageSpec | RlStageSpec) else 1
+        return self.spec.steps if isinstance(self.spec, TRAINING_STAGES) else 1
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         state_file = context.folder / "state.json"

@@ -14,6 +14,7 @@ FULL: dict[str, Any] = {
     "stages": [
         {"kind": "sft", "data": {"environment_demonstrations": True}},
         {"kind": "rl", "evaluation": {}},
+        {"kind": "preference", "data": {"path": "pairs.jsonl"}, "reference_sync": {}},
         {"kind": "evaluate"},
         {"kind": "export"},
     ],
