@@ -296,7 +296,7 @@ def plot(legs: Sequence[Mapping[str, Any]], comparison: Mapping[str, Any], path:
                 axes.plot([p[x] for p in points], [p["heldout_avg@4"] for p in points], f"C{colour}.-", label=text)
         axes.axhline(REACHED, color="grey", linewidth=0.7, linestyle="--")
         axes.set_xscale(scale, **({"linthresh": 10} if scale == "symlog" else {}))
-        axes.set(xlabel=label, ylim=(0, 1.02))
+        axes.set(xlabel=label, ylim=(0, 1.02), xlim=(0, None))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("held-out avg@4")
     figure.axes[0].legend()
