@@ -281,4 +281,5 @@ def _mismatched_mean(batch: TokenBatch, mismatched: Tensor) -> Tensor:
     mask = batch.loss_mask & mismatched[batch.row_of_token]
     log_ratios = (batch.extras["current"].double() - _reference(batch).double())[mask]
     completions = torch.unique(batch.episode_id[mismatched & (batch.trained_per_row > 0)]).numel()
-    return (log_ratios.sum() / completions).clamp(min=0)
+    mean: Tensor = log_ratios.sum() / completions
+    return mean.clamp(min=0)
