@@ -42,7 +42,8 @@ def test_the_older_rope_theta_is_read_too() -> None:
     ("change", "named"),
     [
         ({"model_type": "mixtral"}, "model_type is 'mixtral'; supported are llama, qwen2, qwen3"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters has rope_type 'llama3'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope_scaling"),
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window is 128"),
