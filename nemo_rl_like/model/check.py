@@ -80,6 +80,7 @@ def check_folder(
     """
     began = time.perf_counter()
     config = ModelConfig.from_hf_folder(folder)
+    config.require_logits(str(folder))
     layout = LayoutSpec(tp=tp, pp=pp)
     config.check_layout(layout)
     tokens = _random_rows(config, seed)

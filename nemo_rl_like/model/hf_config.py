@@ -164,6 +164,14 @@ class ModelConfig:
             "label2id": {"score": 0},
         }
 
+    def require_logits(self, source: str) -> None:
+        """Raise InputError, which starts with `source`, unless the model ends in logits: a reward model or critic writes nothing."""
+        if self.score_head:
+            raise InputError(
+                f"{source}: {SCORE_ARCHITECTURES[self.family]} gives one score a token and no logits (a reward model or critic); "
+                f"use a {ARCHITECTURES[self.family]}"
+            )
+
     def check_layout(self, layout: LayoutSpec) -> None:
         """Raise InputError if this model cannot be split as `layout` asks."""
         for name, value in (

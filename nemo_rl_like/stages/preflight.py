@@ -40,6 +40,7 @@ def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[st
 def check_model(spec: ExperimentSpec) -> None:
     """Configuration, layout, weights and tokenizer fit each other. Raises InputError, SpecError."""
     renderer, config = renderer_of(spec), config_of(spec)
+    config.require_logits("model")
     config.check_layout(spec.policy.layout)
     if len(renderer.tokenizer) > config.vocab_size:
         raise InputError(
@@ -53,7 +54,7 @@ def check_model(spec: ExperimentSpec) -> None:
 
 def check_teacher(spec: ExperimentSpec, folder: str) -> None:
     """The teacher's weights are there, fit the layout, and have the policy's vocabulary. Raises InputError, SpecError."""
-    _check_beside(spec, "teacher", Path(folder))
+    _check_beside(spec, "teacher", Path(folder)).require_logits("teacher")
 
 
 def check_critic(spec: ExperimentSpec, folder: str) -> None:
@@ -61,7 +62,8 @@ def check_critic(spec: ExperimentSpec, folder: str) -> None:
     _check_beside(spec, "critic.path", Path(folder))
 
 
-def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> None:
+def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> ModelConfig:
+    """The shape of a further model that shares ranks and tokens with the policy."""
     if not folder.is_dir():
         raise InputError(
             f"`{field}` is {str(folder)!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder"
@@ -76,6 +78,7 @@ def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> None:
         )
     with SafetensorsReader(folder) as weights:
         WeightMap(config).check(weights)
+    return config
 
 
 def renderer_of(spec: ExperimentSpec) -> Renderer:

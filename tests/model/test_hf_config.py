@@ -88,3 +88,12 @@ def test_the_vocabulary_is_padded_to_the_ranks() -> None:
     shape = ModelConfig.from_hf_dict({**BASE, "vocab_size": 131})
     assert [shape.padded_vocab(tp) for tp in (1, 2, 3)] == [131, 132, 132]
     assert set(ARCHITECTURES) == {"llama", "qwen2", "qwen3"}
+
+
+def test_a_classifier_of_one_label_has_a_score_head_and_no_logits() -> None:
+    raw = {**BASE, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+    shape = ModelConfig.from_hf_dict(raw)
+    assert shape.score_head and ModelConfig.from_hf_dict(shape.to_hf_dict()) == shape
+    with pytest.raises(InputError, match=r"^teacher: .*one score a token and no logits"):
+        shape.require_logits("teacher")
+    ModelConfig.from_hf_dict(BASE).require_logits("model")
