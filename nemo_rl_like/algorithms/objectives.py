@@ -6,7 +6,6 @@ An objective declares what it `needs`, has `prepare(batch)` run once over the wh
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,6 +61,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def needs_collision(self) -> bool:
+        """Whether `Outputs.collision` must be computed."""
+        ...
+
+    @property
     def looks_first(self) -> bool:
         """Whether `prepare` reads the step's `current` log-probs and `entropy`, from a forward pass of their own."""
         ...
@@ -84,15 +88,6 @@ class Objective(Protocol):
         ...
 
 
-class ReadsCollision(ABC):
-    """Base of an objective that may read `Outputs.collision`; for all others it is not computed."""
-
-    @property
-    @abstractmethod
-    def needs_collision(self) -> bool:
-        """Whether it does."""
-
-
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
     """Supervised: mean of -log p over the trained tokens of the whole step; `dynamic`: of -sg(p) log p.
@@ -103,6 +98,7 @@ class CrossEntropy:
     dynamic: bool = False
 
     needs_entropy: bool = False
+    needs_collision: bool = False
     looks_first: bool = False
     metric_names: tuple[str, ...] = ("loss", "nll")
 

@@ -38,6 +38,11 @@ class PolicyGradient:
         return True
 
     @property
+    def needs_collision(self) -> bool:
+        """No choice reads it."""
+        return False
+
+    @property
     def looks_first(self) -> bool:
         """Tokens that are chosen by covariance or entropy are chosen over the whole step."""
         return self.algorithm.policy_loss.kind in ("kl_cov", "clip_cov") or self.algorithm.top_entropy is not None

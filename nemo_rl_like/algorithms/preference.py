@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_like.algorithms.objectives import LossSum, Outputs, ReadsCollision, StepStats
+from nemo_rl_like.algorithms.objectives import LossSum, Outputs, StepStats
 from nemo_rl_like.algorithms.preference_losses import Completions, Pairs, kto, preference_loss, rewards
 from nemo_rl_like.spec import preference as spec
 from nemo_rl_like.tokens.batch import TokenBatch
@@ -27,7 +27,7 @@ def objective_of(options: spec.PreferenceSpec, mean_log_ratio: float = 0.0) -> P
 
 
 @dataclass(frozen=True, slots=True)
-class Preference(ReadsCollision):
+class Preference:
     """Mean over the step's pairs of sum_k weight_k loss_k + rpo_alpha * (-pi_c / T_c), times the pair's WPO weight.
 
     The rows of one `group_id` are a pair: a chosen and a rejected completion. Reads the column `margin` where a loss does.
@@ -132,6 +132,7 @@ class Kto:
 
     options: spec.KtoLoss
     needs_entropy: bool = False
+    needs_collision: bool = False
     looks_first: bool = True
 
     @property

@@ -30,6 +30,7 @@ class ValueLoss:
     clip: float | None = 0.2
     """How far a value may move from the one that the advantages were made of; None: anywhere."""
     needs_entropy: bool = False
+    needs_collision: bool = False
     looks_first: bool = False
     metric_names: tuple[str, ...] = ("loss", "clip_ratio", "mean")
 

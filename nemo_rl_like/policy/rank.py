@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_like.algorithms.objectives import Objective, Outputs, ReadsCollision, StepStats
+from nemo_rl_like.algorithms.objectives import Objective, Outputs, StepStats
 from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
@@ -62,7 +62,7 @@ class Walk:
     @property
     def with_collision(self) -> bool:
         """Whether the log of the sum of squared probabilities is computed beside log-probs."""
-        return isinstance(self.objective, ReadsCollision) and self.objective.needs_collision
+        return self.objective is not None and self.objective.needs_collision
 
     def together(self, batch: TokenBatch) -> Tensor | None:
         """int64 [B]: rows of equal numbers are in the same pass."""
@@ -86,7 +86,8 @@ class PolicyRank:
 
     Args: `context` from the worker group, with axes dp, pp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
-    number a token, zero at first, on a folder that has none (a critic or reward model); `timeout_s` bounds each collective, in seconds. Every method is collective: all ranks call it with the same arguments.
+    number a token, zero at first, on a folder that has none (a critic or reward model); `timeout_s` bounds each collective, in
+    seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
     def __init__(
