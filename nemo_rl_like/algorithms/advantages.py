@@ -154,7 +154,7 @@ def gae(episodes: Episodes, options: spec.GaeAdvantage) -> Estimate:
     """delta_t = R_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; returns A + V. Schulman et al. 2016 (arXiv 1506.02438)."""
     delta = _deltas(episodes, options.gamma, options.bootstrap_truncated)
     advantage = episodes.scan_back(delta, options.gamma * options.lam)
-    returns = advantage + _values(episodes)
+    returns = advantage + episodes.critic_values()
     return Estimate(whitened(advantage) if options.whiten else advantage, returns)
 
 
@@ -163,7 +163,7 @@ def vapo(episodes: Episodes, options: spec.VapoAdvantage) -> Estimate:
     delta = _deltas(episodes, options.gamma, options.bootstrap_truncated)
     lam = (1 - 1 / (options.alpha * episodes.lengths.clamp(min=1).double())).clamp(min=0)
     advantage = episodes.scan_back(delta, options.gamma * lam)
-    returns = episodes.scan_back(delta, options.gamma) + _values(episodes)
+    returns = episodes.scan_back(delta, options.gamma) + episodes.critic_values()
     return Estimate(whitened(advantage) if options.whiten else advantage, returns)
 
 
@@ -216,12 +216,6 @@ def _share(part: Tensor, whole: Tensor, k: int) -> Tensor:
     return out
 
 
-def _values(episodes: Episodes) -> Tensor:
-    if episodes.values is None:
-        raise ValueError("this advantage needs a critic: the batch has no `values`")
-    return episodes.values
-
-
 def _deltas(episodes: Episodes, gamma: float, bootstrap: bool) -> Tensor:
     last = None
     if bootstrap:
@@ -230,7 +224,7 @@ def _deltas(episodes: Episodes, gamma: float, bootstrap: bool) -> Tensor:
                 "`bootstrap_truncated` needs to know which episodes were cut, and the critic's last values"
             )
         last = torch.where(episodes.truncated, episodes.last_values, 0.0)
-    return episodes.rewards_by_token() + gamma * episodes.next_values(last) - _values(episodes)
+    return episodes.rewards_by_token() + gamma * episodes.next_values(last) - episodes.critic_values()
 
 
 @dataclass(frozen=True, slots=True)

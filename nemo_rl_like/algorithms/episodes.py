@@ -99,9 +99,7 @@ class Episodes:
     @classmethod
     def of(cls, batch: TokenBatch, reward: str = "reward") -> Episodes:
         """The episodes of a batch. Rows of one episode, its segments, stand in the batch in their order."""
-        ids, of_row = torch.unique(batch.episode_id, return_inverse=True)
-        first = torch.full((ids.numel(),), batch.rows, dtype=torch.int64)
-        first.scatter_reduce_(0, of_row, torch.arange(batch.rows), "amin")
+        of_row, first = batch.episodes()
         rewards = batch.rewards[reward][first].double()
         valid = batch.valid[first] & ~rewards.isnan()
         of_token = of_row[batch.row_of_token]
@@ -113,7 +111,7 @@ class Episodes:
             rewards=torch.where(valid, rewards, torch.nan),
             place=place,
             episode=episode,
-            lengths=torch.bincount(episode, minlength=ids.numel()),
+            lengths=torch.bincount(episode, minlength=first.numel()),
             parts={name: values[first].double() for name, values in batch.rewards.items() if name != reward},
         )
 
@@ -167,12 +165,17 @@ class Episodes:
             out[at] = carry
         return out
 
-    def next_values(self, last: Tensor | None = None) -> Tensor:
-        """float64 [T] the value of the next trained token of the episode; behind the last one 0, or `last` [E]."""
+    def critic_values(self) -> Tensor:
+        """float64 [T] `values`. Raises ValueError without a critic."""
         if self.values is None:
             raise ValueError("this advantage needs a critic: the batch has no `values`")
-        out = torch.zeros_like(self.values)
-        out[:-1] = self.values[1:]
+        return self.values
+
+    def next_values(self, last: Tensor | None = None) -> Tensor:
+        """float64 [T] the value of the next trained token of the episode; behind the last one 0, or `last` [E]."""
+        values = self.critic_values()
+        out = torch.zeros_like(values)
+        out[:-1] = values[1:]
         alive = self.lengths > 0
         out[self.ends[alive] - 1] = 0.0 if last is None else last.double()[alive]
         return out

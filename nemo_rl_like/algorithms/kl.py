@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nemo_rl_like.algorithms.sequences import bounded_exp
-
-MAX_LOG_RATIO = 20.0
+from nemo_rl_like.algorithms.sequences import MAX_LOG_RATIO, bounded_exp
 
 
 def k1(x: Tensor) -> Tensor:

@@ -44,9 +44,12 @@ class Scored:
         return values.index_select(0, self.sequence)
 
 
-def bounded_exp(log_ratio: Tensor, limit: float = 20.0) -> Tensor:
-    """exp of log-ratios clamped to +-limit, so that a runaway token is finite (e^20 = 4.9e8) in value and gradient."""
-    return log_ratio.clamp(-limit, limit).exp()
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of log-ratios clamped to +-20, so that a runaway token is finite (e^20 = 4.9e8) in value and gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def top_share(key: Tensor, mask: Tensor, fraction: float) -> Tensor:

@@ -43,9 +43,7 @@ def with_advantages(
 def _episodes(batch: TokenBatch) -> Episodes:
     """The batch's episodes with everything that it knows of them."""
     episodes = Episodes.of(batch)
-    _, of_row = torch.unique(batch.episode_id, return_inverse=True)
-    first = torch.full((episodes.count,), batch.rows, dtype=torch.int64)
-    first.scatter_reduce_(0, of_row, torch.arange(batch.rows), "amin")
+    _, first = batch.episodes()
     columns = {name: values[first] for name, values in batch.columns.items()}
     at = {name: values[episodes.place] for name, values in batch.extras.items()}
     episodes = replace(

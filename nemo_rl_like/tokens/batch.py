@@ -124,6 +124,12 @@ class TokenBatch:
         """The same batch with further per-token values, each float32 [N]."""
         return replace(self, extras={**self.extras, **values})
 
+    def episodes(self) -> tuple[Tensor, Tensor]:
+        """Number of each row's episode, int64 [B], by rising `episode_id`, and the first row of each episode, int64 [E]."""
+        ids, number = torch.unique(self.episode_id, return_inverse=True)
+        first = torch.full((ids.numel(),), self.rows, dtype=torch.int64)
+        return number, first.scatter_reduce_(0, number, torch.arange(self.rows), "amin")
+
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
         """The batch of these rows, in this order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
