@@ -83,6 +83,8 @@ class Episodes:
     """float64 [E] parts of the reward by name."""
     greedy: Tensor | None = None
     """float64 [E] reward of the greedy answer to the episode's prompt."""
+    opponent: Tensor | None = None
+    """float64 [E] reward of the opponent's answer to the episode's prompt."""
     truncated: Tensor | None = None
     """bool [E] whether a limit cut the episode."""
     token_rewards: Tensor | None = None

@@ -38,6 +38,9 @@ class Preference:
     options: spec.PreferenceSpec
     mean_log_ratio: float = 0.0
     """Mean log-ratio of the completions of earlier steps; bco's delta is beta times it."""
+    exploration: float = 0.0
+    """Weight of the summed log-prob of the completions of the column `explored`, which is minimised: alpha of Xie et al. 2024
+    (XPO, arXiv 2405.21046), eq. 4."""
     needs_entropy: bool = False
     looks_first: bool = False
 
@@ -74,6 +77,8 @@ class Preference:
             values["tail"] = _tail_weights(mask, sequence, lengths, self.options.ld_alpha)
         if self.options.needs_margin:
             values["margin"] = batch.column("margin")[batch.row_of_token]
+        if self.exploration:
+            values["explored"] = batch.column("explored")[batch.row_of_token]
         return StepStats(
             weights=mask.float() / count,
             tokens=float(mask.sum()),
@@ -95,6 +100,9 @@ class Preference:
             loss = loss - self.options.rpo_alpha * pairs.chosen.mean
         if self.options.wpo:
             loss = self._likelihood(outputs, values["sequence"], tokens) * loss
+        if self.exploration:
+            explored = _sums(outputs.logprobs * values["explored"], values["sequence"], tokens)
+            loss = loss + self.exploration * (explored[0::2] + explored[1::2])
         total = _weighted(share, loss)
         return LossSum(total, {"loss": total.detach(), **self._told(pairs, share)})
 

@@ -43,12 +43,21 @@ def length_penalty(rewards: Tensor, episodes: Episodes, options: spec.LengthPena
     return rewards - options.coef * (episodes.lengths.double() - options.free_tokens).clamp(min=0)
 
 
+def win_rate(rewards: Tensor, episodes: Episodes, options: spec.WinRateShaping, limit: int) -> Tensor:
+    """P(R beats R') - 1/2, R' the opponent's reward. Munos et al. 2023 (Nash-MD, arXiv 2312.00886), eq. 7."""
+    if episodes.opponent is None:
+        raise ValueError("shaping `win_rate` needs an opponent's rewards; the batch has none")
+    ahead = rewards - episodes.opponent
+    return ahead.sigmoid() - 0.5 if options.compare == "bradley_terry" else ahead.sign() / 2
+
+
 SHAPINGS: dict[str, Callable[[Tensor, Episodes, Any, int], Tensor]] = {
     "overlong": overlong,
     "stop_properly": stop_properly,
     "clip": clip,
     "scale": scale,
     "length_penalty": length_penalty,
+    "win_rate": win_rate,
 }
 
 

@@ -49,6 +49,7 @@ def _episodes(batch: TokenBatch) -> Episodes:
     episodes = replace(
         episodes,
         greedy=columns["greedy"].double() if "greedy" in columns else None,
+        opponent=columns["opponent"].double() if "opponent" in columns else None,
         truncated=columns["truncated"].bool() if "truncated" in columns else None,
         last_values=columns["last_values"].double() if "last_values" in columns else None,
         values=at["values"].double() if "values" in at else None,

@@ -13,6 +13,7 @@ from nemo_rl_like.observe.terminal import Banner, preference_batch, rl_batch, sf
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec, StageSpec, stage_name
 from nemo_rl_like.spec.loader import spec_hash
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 
 
 def banner(spec: ExperimentSpec) -> Banner:
@@ -20,7 +21,11 @@ def banner(spec: ExperimentSpec) -> Banner:
     layout = spec.policy.layout
     environment = spec.environment
     devices = visible_devices(spec.cluster)
-    asks = None if environment is None else environment.name or environment.reward or environment.reward_url
+    asks = (
+        None
+        if environment is None
+        else environment.name or environment.reward or environment.reward_url or environment.prompts
+    )
     settings = {
         "spec": f"{spec_hash(spec)[:12]}, seed {spec.seed}",
         "model": f"{_model(spec)}, {spec.model.dtype}",
@@ -60,7 +65,7 @@ def _model(spec: ExperimentSpec) -> str:
 
 
 def _batch(stage: StageSpec) -> list[str]:
-    if isinstance(stage, SftStageSpec):
+    if isinstance(stage, SftStageSpec | RewardModelStageSpec):
         return [sft_batch(stage.examples_per_step, stage.steps)]
     if isinstance(stage, PreferenceStageSpec):
         return [preference_batch(stage.pairs_per_step, stage.steps, unpaired=stage.unpaired)]

@@ -64,7 +64,7 @@ def load_pairs(path: str | Path) -> PreferenceDataset[Pair]:
     without = [pair for pair in pairs if pair.margin is None]
     if without and len(without) < len(pairs):
         raise InputError(f"{without[0].where}: has no `margin`, but other lines have one; give every line one, or none")
-    rows: list[JSON] = [[*map(_plain, (p.prompt, p.chosen, p.rejected)), p.margin] for p in pairs]
+    rows: list[JSON] = [[*map(plain, (p.prompt, p.chosen, p.rejected)), p.margin] for p in pairs]
     return PreferenceDataset(str(path), pairs, content_sha256(rows))
 
 
@@ -78,7 +78,7 @@ def load_judged(path: str | Path, *, unpair: bool = False) -> PreferenceDataset[
         pairs = load_pairs(path)
         return PreferenceDataset(pairs.source, unpaired(pairs.examples), pairs.sha256)
     examples = tuple(_judged(line) for line in read_lines(path, f"like {JUDGED}"))
-    rows: list[JSON] = [[_plain(e.prompt), _plain(e.completion), e.desirable] for e in examples]
+    rows: list[JSON] = [[plain(e.prompt), plain(e.completion), e.desirable] for e in examples]
     return PreferenceDataset(str(path), examples, content_sha256(rows))
 
 
@@ -95,13 +95,13 @@ def unpaired(pairs: Sequence[Pair]) -> tuple[Judged, ...]:
 
 
 def _pair(line: Line) -> Pair:
-    row = _fields(line, ("chosen", "rejected"), PAIR, "rows with `completion` and `label` are for `losses: [kto]`")
-    sides = {name: _messages(row[name], assistant, line.where, name) for name in ("chosen", "rejected")}
+    row = fields_of(line, ("chosen", "rejected"), PAIR, "rows with `completion` and `label` are for `losses: [kto]`")
+    sides = {name: messages_of(row[name], assistant, line.where, name) for name in ("chosen", "rejected")}
     if "prompt" in row:
-        prompt = _messages(row["prompt"], user, line.where, "prompt")
+        prompt = messages_of(row["prompt"], user, line.where, "prompt")
     else:
         prompt = _common_start(row, sides["chosen"], sides["rejected"], line.where)
-    chosen, rejected = (_completion(prompt, sides[name], line.where, name) for name in ("chosen", "rejected"))
+    chosen, rejected = (completion_of(prompt, sides[name], line.where, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise InputError(f"{line.where}: `chosen` and `rejected` are equal, so nothing is preferred; remove the line")
     return Pair(prompt, chosen, rejected, _margin(row.get("margin"), line.where), line.where)
@@ -109,16 +109,16 @@ def _pair(line: Line) -> Pair:
 
 def _judged(line: Line) -> Judged:
     fix = "for pairs set `data.unpair: true`, or use a loss of pairs (`losses: [dpo]`)"
-    row = _fields(line, ("prompt", "completion", "label"), JUDGED, fix)
-    prompt = _messages(row["prompt"], user, line.where, "prompt")
-    completion = _messages(row["completion"], assistant, line.where, "completion")
+    row = fields_of(line, ("prompt", "completion", "label"), JUDGED, fix)
+    prompt = messages_of(row["prompt"], user, line.where, "prompt")
+    completion = messages_of(row["completion"], assistant, line.where, "completion")
     label = row["label"]
     if not isinstance(label, bool):
         raise InputError(f"{line.where}: label: is {label!r}, must be true (desirable) or false")
-    return Judged(prompt, _completion(prompt, completion, line.where, "completion"), label, line.where)
+    return Judged(prompt, completion_of(prompt, completion, line.where, "completion"), label, line.where)
 
 
-def _fields(line: Line, names: Sequence[str], looks: str, fix: str) -> Mapping[str, JSON]:
+def fields_of(line: Line, names: Sequence[str], looks: str, fix: str) -> Mapping[str, JSON]:
     """The row as an object that has these fields."""
     row = line.value
     if not isinstance(row, Mapping):
@@ -129,7 +129,7 @@ def _fields(line: Line, names: Sequence[str], looks: str, fix: str) -> Mapping[s
     return row
 
 
-def _messages(value: JSON, said_by: Callable[[str], Message], where: str, field: str) -> Messages:
+def messages_of(value: JSON, said_by: Callable[[str], Message], where: str, field: str) -> Messages:
     """A text as one message, or a list of messages."""
     if isinstance(value, str):
         return (said_by(value),)
@@ -152,7 +152,7 @@ def _common_start(row: Mapping[str, JSON], chosen: Messages, rejected: Messages,
     return chosen[:common]
 
 
-def _completion(prompt: Messages, messages: Messages, where: str, field: str) -> Messages:
+def completion_of(prompt: Messages, messages: Messages, where: str, field: str) -> Messages:
     """What the model is to say: `messages` without the prompt, if they begin with it."""
     rest = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
     if not rest or rest[0].role != "assistant":
@@ -172,5 +172,5 @@ def _margin(value: JSON, where: str) -> float | None:
     return float(value)
 
 
-def _plain(messages: Messages) -> JSON:
+def plain(messages: Messages) -> JSON:
     return [[m.role, m.content] for m in messages]

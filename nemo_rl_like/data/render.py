@@ -88,6 +88,10 @@ class Renderer:
             str, self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
+    def ids_ending_with(self, text: str) -> frozenset[int]:
+        """Token ids whose own text ends with `text`."""
+        return frozenset(i for i in range(len(self.tokenizer)) if self.decode([i]).endswith(text))
+
     def next_turn_ids(
         self,
         before: Sequence[Message],

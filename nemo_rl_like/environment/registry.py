@@ -19,6 +19,7 @@ from nemo_rl_like.environment.reward_url import RewardUrlConfig, RewardUrlSource
 from nemo_rl_like.environment.types import EnvironmentConfig, EnvironmentSource
 from nemo_rl_like.spec.experiment import EnvironmentSpec
 
+UNSCORED = "nemo_rl_like.environment.unscored:reward_func"
 ENTRY_POINTS = "nemo_rl_like.environments"
 BUILT_IN = {
     "arithmetic": "environments.arithmetic.environment:ArithmeticSource",
@@ -90,9 +91,9 @@ def resolve(spec: EnvironmentSpec) -> EnvironmentSource[Any]:
         kind = source_class(spec.name)
         return kind(_config(spec.name, kind.config_model, spec.config))
     prompts = str(spec.prompts)
-    if spec.reward is not None:
+    if spec.reward_url is None:
         config = _config("reward", PromptFileConfig, spec.config)
-        return RewardFunctionSource(config, reward=spec.reward, prompts=prompts, label_key=spec.label_key)
+        return RewardFunctionSource(config, reward=spec.reward or UNSCORED, prompts=prompts, label_key=spec.label_key)
     url_config = _config("reward_url", RewardUrlConfig, spec.config)
     return RewardUrlSource(
         url_config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.sampler import draw, seeds_tensor, uniforms
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
-from nemo_rl_like.model.decode import Decoder
+from nemo_rl_like.model.decode import Decoder, SamplingDecoder
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.spec.experiment import EngineSpec
@@ -73,6 +74,8 @@ class EmbeddedEngine:
         self._max_context = min(engine.max_context or limit, limit)
         self._max_rows = engine.max_batch_rows
         self._decoder = Decoder(model_handle)
+        self._sampler: SamplingDecoder[Any] = self._decoder
+        """What tokens are drawn from."""
         self._vocab_size = model_handle.shape.vocab_size
         self._version = 0
         logger.debug("embedded engine on rank %d of %s", context.rank, context.group)
@@ -138,7 +141,7 @@ class EmbeddedEngine:
             for group in wave
             for _ in group.seeds
         ]
-        state, logits = self._decoder.prefill([g.prompt for g in wave], [len(g.seeds) for g in wave])
+        state, logits = self._sampler.prefill([g.prompt for g in wave], [len(g.seeds) for g in wave])
         if logits is not None:
             logits = logits.index_select(0, state.group_of_row)
         seeds = seeds_tensor([s for group in wave for s in group.seeds], state.group_of_row.device)
@@ -154,7 +157,7 @@ class EmbeddedEngine:
                 state.keep(keep)
                 index = torch.tensor(keep, device=tokens.device)
                 live, tokens, seeds = [live[i] for i in keep], tokens[index], seeds[index]
-            logits = self._decoder.step(state, tokens)
+            logits = self._sampler.step(state, tokens)
             position += 1
 
     def _draw(self, logits: Tensor | None, seeds: Tensor, position: int, sampling: Sampling) -> tuple[Tensor, Tensor]:

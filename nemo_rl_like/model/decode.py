@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -221,6 +222,34 @@ class DecodeState:
 
     def _caches_width(self) -> int:
         return next(iter(self._caches.values())).prompt_keys.shape[2]
+
+
+class LiveRows(Protocol):
+    """What a decoder keeps of the rows that are being decoded."""
+
+    @property
+    def group_of_row(self) -> Tensor:
+        """int64 [R] index of each row's prompt among the live ones."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only (indices of live rows, ascending)."""
+        ...
+
+
+S = TypeVar("S", bound=LiveRows)
+
+
+class SamplingDecoder(Protocol[S]):
+    """What sampling needs of a decoder; see `Decoder`."""
+
+    def prefill(self, prompts: Sequence[Sequence[int]], samples: Sequence[int]) -> tuple[S, Tensor | None]:
+        """The state of sum(samples) rows, and float32 [G, V] logits of each prompt's next token."""
+        ...
+
+    def step(self, state: S, tokens: Tensor) -> Tensor | None:
+        """Append one token to each live row; float32 [R, V] logits of the token after it."""
+        ...
 
 
 class Decoder:

@@ -172,6 +172,14 @@ class ModelConfig:
                 f"use a {ARCHITECTURES[self.family]}"
             )
 
+    def require_score(self, source: str) -> None:
+        """Raise InputError, which starts with `source`, unless the model ends in a score."""
+        if not self.score_head:
+            raise InputError(
+                f"{source}: {ARCHITECTURES[self.family]} writes text and gives no scores; train a reward model from it (stage "
+                f"`reward_model`), or use a {SCORE_ARCHITECTURES[self.family]} of one label"
+            )
+
     def check_layout(self, layout: LayoutSpec) -> None:
         """Raise InputError if this model cannot be split as `layout` asks."""
         for name, value in (

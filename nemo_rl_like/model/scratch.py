@@ -35,9 +35,7 @@ class ScratchReader:
             return torch.ones(shape, dtype=self._dtype)
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=self._dtype)
-        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.empty(shape).normal_(0.0, self._std, generator=generator).to(self._dtype)
+        return torch.empty(shape).normal_(0.0, self._std, generator=_generator(self._seed, name)).to(self._dtype)
 
     def source(self, name: str) -> str:
         """There is no file."""
@@ -45,10 +43,13 @@ class ScratchReader:
 
 
 class FreshScoreReader:
-    """A language model's weights with a score head of zeros in the place of its output head: a `TensorReader` over another."""
+    """A language model's weights with a new score head in the place of its output head: a `TensorReader` over another.
 
-    def __init__(self, reader: TensorReader, config: ModelConfig) -> None:
-        self._reader = reader
+    The head is zeros, or with a `seed` normal of variance 1 / (H + 1) (Stiennon et al. 2020, arXiv 2009.01325, appendix B).
+    """
+
+    def __init__(self, reader: TensorReader, config: ModelConfig, seed: int | None = None) -> None:
+        self._reader, self._seed = reader, seed
         self._shapes = WeightMap(config).hf_shapes()
 
     def keys(self) -> Sequence[str]:
@@ -61,8 +62,19 @@ class FreshScoreReader:
 
     def get(self, name: str) -> Tensor:
         """The tensor, on the CPU."""
-        return torch.zeros(self._shapes[SCORE]) if name == SCORE else self._reader.get(name)
+        if name != SCORE:
+            return self._reader.get(name)
+        head = torch.zeros(self._shapes[SCORE])
+        if self._seed is None:
+            return head
+        return head.normal_(0.0, (head.numel() + 1) ** -0.5, generator=_generator(self._seed, name))
 
     def source(self, name: str) -> str:
         """Where the tensor is, for messages."""
         return "a new score head" if name == SCORE else self._reader.source(name)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """A generator of this tensor's own."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

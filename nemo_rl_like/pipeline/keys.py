@@ -18,6 +18,7 @@ from nemo_rl_like.spec.experiment import (
     StageSpec,
 )
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 
 KEY_FORMAT = 1
 """Raised when the meaning of a key changes."""
@@ -94,11 +95,25 @@ def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:
 def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
     """Content hashes of the files that the stage reads beside the model, by dotted path."""
     hashes: dict[str, str] = {}
-    if isinstance(stage, SftStageSpec | PreferenceStageSpec) and stage.data.path is not None:
+    if isinstance(stage, SftStageSpec | PreferenceStageSpec | RewardModelStageSpec) and stage.data.path is not None:
         hashes["data.path"] = hash_path(_existing("data.path", stage.data.path))
+    if isinstance(stage, RlStageSpec):
+        hashes |= _rl_files(stage)
     if uses_environment(stage) and spec.environment is not None:
         hashes |= _environment_files(spec.environment)
     return hashes
+
+
+def _rl_files(stage: RlStageSpec) -> dict[str, str]:
+    """Other models that the stage reads, and the file of its loop."""
+    critic, judge = stage.critic, stage.reward_model
+    folders = {"teacher": stage.teacher, "critic.path": None if critic is None else critic.path}
+    folders |= {f"reward_model.paths[{i}]": path for i, path in enumerate(() if judge is None else judge.paths)}
+    found = {field: fingerprint_path(_existing(field, path)) for field, path in folders.items() if path is not None}
+    code = (stage.loop or "").rpartition(":")[0]
+    if code.endswith(".py"):
+        found["loop"] = hash_path(_existing("loop", code))
+    return found
 
 
 def _environment_files(environment: EnvironmentSpec) -> dict[str, str]:

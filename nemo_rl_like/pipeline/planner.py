@@ -17,6 +17,7 @@ STAGE_CLASSES: Mapping[str, str] = {
     "sft": "nemo_rl_like.stages.sft:SftStage",
     "rl": "nemo_rl_like.stages.rl:RlStage",
     "preference": "nemo_rl_like.stages.preference:PreferenceStage",
+    "reward_model": "nemo_rl_like.stages.reward_model:RewardModelStage",
     "evaluate": "nemo_rl_like.stages.evaluate:EvaluateStage",
     "export": "nemo_rl_like.stages.export:ExportStage",
 }

@@ -12,10 +12,12 @@ from nemo_rl_like.spec.experiment import (
     EvaluateStageSpec,
     ExperimentSpec,
     ExportStageSpec,
+    RlStageSpec,
     StageSpec,
     stage_name,
 )
 from nemo_rl_like.spec.nearest import nearest
+from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 
 RESERVED = ("run.json", "status.json", "spec.yaml", "report.json", "logs")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -34,7 +36,7 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
     """Every stage with its sources, in order.
 
     Raises:
-        SpecError: lists every reference to a stage that is not there, comes later or makes no checkpoint, every export
+        SpecError: lists every reference to a stage that is not there, comes later or makes something else, every export
             without a checkpoint to export, and every name that cannot be a folder's.
     """
     wires: list[Wire] = []
@@ -43,10 +45,14 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
         name = stage_name(stage)
         before = spec.stages[:index]
         problems.extend(_name_problems(name))
-        sources, field = _sources(stage, before)
+        taken = _taken(stage, before)
         problems.extend(
-            _reference_problem(name, field, source, spec.stages, before) for source in _bad(sources, before)
+            _reference_problem(name, one, source, spec.stages, before)
+            for one in taken
+            for source in one.sources
+            if source not in _names(before, one.made_by)
         )
+        sources = tuple(source for one in taken for source in one.sources)
         if isinstance(stage, ExportStageSpec) and not sources:
             problems.append(
                 f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference` or `rl` before it"
@@ -57,40 +63,57 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
     return tuple(wires)
 
 
-def _sources(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[tuple[str, ...], str]:
-    """Names of the stages that `stage` takes artifacts from, and the field that may name them."""
-    makers = _makers(before)
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Artifacts of one type that a stage takes."""
+
+    sources: tuple[str, ...]
+    """Names of the stages that make them."""
+    field: str
+    """Where the spec may name them."""
+    made_by: tuple[type, ...]
+    """Kinds of stages that make them."""
+    what: str
+    """The artifact, in words."""
+
+
+def _taken(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[_Taken, ...]:
+    """What `stage` takes from earlier stages."""
+    makers = _names(before, TRAINING_STAGES)
     if isinstance(stage, EvaluateStageSpec):
-        return stage.checkpoints or makers, "checkpoints"
-    given, field = (
-        (stage.checkpoint, "checkpoint") if isinstance(stage, ExportStageSpec) else (stage.init_from, "init_from")
-    )
-    return ((given,) if given is not None else makers[-1:]), field
+        return (_Taken(stage.checkpoints or makers, "checkpoints", TRAINING_STAGES, "a checkpoint"),)
+    if isinstance(stage, ExportStageSpec):
+        made_by = (*TRAINING_STAGES, RewardModelStageSpec)
+        return (_Taken(_given_or_last(stage.checkpoint, makers), "checkpoint", made_by, "a checkpoint"),)
+    taken = [_Taken(_given_or_last(stage.init_from, makers), "init_from", TRAINING_STAGES, "a checkpoint")]
+    if isinstance(stage, RlStageSpec) and stage.reward_model is not None and stage.reward_model.stages:
+        judges = stage.reward_model.stages
+        taken.append(_Taken(judges, "reward_model.stages", (RewardModelStageSpec,), "a reward model"))
+    return tuple(taken)
 
 
-def _makers(stages: Sequence[StageSpec]) -> tuple[str, ...]:
-    return tuple(stage_name(s) for s in stages if isinstance(s, TRAINING_STAGES))
+def _given_or_last(given: str | None, makers: Sequence[str]) -> tuple[str, ...]:
+    return (given,) if given is not None else tuple(makers[-1:])
 
 
-def _bad(sources: Sequence[str], before: Sequence[StageSpec]) -> list[str]:
-    makers = _makers(before)
-    return [s for s in sources if s not in makers]
+def _names(stages: Sequence[StageSpec], kinds: tuple[type, ...]) -> tuple[str, ...]:
+    return tuple(stage_name(s) for s in stages if isinstance(s, kinds))
 
 
 def _reference_problem(
-    name: str, field: str, source: str, stages: Sequence[StageSpec], before: Sequence[StageSpec]
+    name: str, taken: _Taken, source: str, stages: Sequence[StageSpec], before: Sequence[StageSpec]
 ) -> str:
     """Why `source` cannot be taken from, and what can."""
-    makers = _makers(before)
+    makers = _names(before, taken.made_by)
     if source in [stage_name(s) for s in before]:
-        why = f"stage {source!r} makes no checkpoint"
+        why = f"stage {source!r} makes no {taken.what.removeprefix('a ')}"
     elif source in [stage_name(s) for s in stages]:
         why = f"stage {source!r} does not come before stage {name!r}"
     else:
         near = nearest(source, makers)
         why = f"there is no stage {source!r}" + (f"; did you mean `{near}`?" if near else "")
-    choices = f"give one of {', '.join(makers)}" if makers else "no stage before it makes a checkpoint; leave it out"
-    return f"stages.{name}.{field}: {why}; {choices}"
+    choices = f"give one of {', '.join(makers)}" if makers else f"no stage before it makes {taken.what}; leave it out"
+    return f"stages.{name}.{taken.field}: {why}; {choices}"
 
 
 def _name_problems(name: str) -> list[str]:

@@ -33,17 +33,26 @@ class Policy:
 
     @classmethod
     def start(
-        cls, session: RaySession, spec: PolicySpec, folder: Path, dtype: str, initialize: int | None = None
+        cls,
+        session: RaySession,
+        spec: PolicySpec,
+        folder: Path,
+        dtype: str,
+        initialize: int | None = None,
+        *,
+        score_head_seed: int | None = None,
     ) -> Policy:
         """Start the ranks and build the model of the Hugging Face `folder` on them.
 
-        `initialize`: seed of a model from scratch; the folder then needs no weights.
+        `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head_seed`: a model that scores, whose
+        head is drawn with this seed if the folder has none.
         """
         layout = spec.layout
         axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
         group = WorkerGroup.start("policy", session=session, axes=axes, threads=spec.threads_per_rank)
         policy = cls(group)
-        policy.host(folder, spec, dtype, initialize)
+        scores = score_head_seed is not None
+        policy.host(folder, spec, dtype, initialize, score_head=scores, score_head_seed=score_head_seed)
         return policy
 
     def host(
@@ -54,6 +63,7 @@ class Policy:
         initialize: int | None = None,
         *,
         score_head: bool = False,
+        score_head_seed: int | None = None,
     ) -> None:
         """Build the model on the group's ranks under this handle's service name; `score_head`: a critic or reward model."""
         kwargs = {
@@ -62,6 +72,7 @@ class Policy:
             "dtype": dtype,
             "initialize": initialize,
             "score_head": score_head,
+            "score_head_seed": score_head_seed,
             "timeout_s": self.group.session.spec.step_timeout_s,
         }
         self.group.host(self.service, RANK, kwargs)

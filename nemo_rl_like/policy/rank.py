@@ -86,7 +86,7 @@ class PolicyRank:
 
     Args: `context` from the worker group, with axes dp, pp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
-    number a token, zero at first, on a folder that has none (a critic or reward model); `timeout_s` bounds each collective, in
+    number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`; `timeout_s` bounds each collective, in
     seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
@@ -99,6 +99,7 @@ class PolicyRank:
         dtype: str,
         initialize: int | None = None,
         score_head: bool = False,
+        score_head_seed: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._context = context
@@ -118,7 +119,7 @@ class PolicyRank:
         weights: TensorReader | None = SafetensorsReader(Path(folder)) if initialize is None else None
         if score_head and not self.config.score_head:
             self.config = replace(self.config, score_head=True)
-            weights = None if weights is None else FreshScoreReader(weights, self.config)
+            weights = None if weights is None else FreshScoreReader(weights, self.config, score_head_seed)
         self.model: MegatronModel = build_model(
             self.config, layout, DTYPES[dtype], seed=initialize, weights=weights, fp8=policy.fp8
         )

@@ -85,20 +85,27 @@ class Episode:
         return "\n".join(m.content for m in self.messages[: self.prompt_messages])
 
 
-def episode_rows(episodes: Sequence[Episode], greedy: Mapping[int, float] | None = None) -> list[Row]:
+def episode_rows(
+    episodes: Sequence[Episode],
+    greedy: Mapping[int, float] | None = None,
+    opponents: Sequence[Episode] | None = None,
+) -> list[Row]:
     """Rows in the order of episodes and segments. Rows of one group with equal prompt tokens share a `prompt_id`.
 
-    An invalid episode's rows have an all-false loss mask and NaN rewards. `greedy`: reward of the greedy answer by group, a column.
+    An invalid episode's rows have an all-false loss mask and NaN rewards. `greedy`: reward of the greedy answer by group, a column;
+    `opponents`: the episode that each is compared with, whose reward is a column.
     """
     prompt_ids: dict[tuple[int, tuple[int, ...]], int] = {}
     anchors: dict[tuple[int, str], int] = {}
     rows: list[Row] = []
-    for episode in episodes:
+    for index, episode in enumerate(episodes):
         valid = episode.invalid is None
         rewards = {**episode.rewards, "reward": episode.reward} if valid else {"reward": math.nan}
         columns = {"truncated": float(episode.stop in CUT)}
         if greedy is not None:
             columns["greedy"] = greedy[episode.group_id]
+        if opponents is not None:
+            columns["opponent"] = opponents[index].reward
         numbers = [anchors.setdefault((episode.group_id, state), len(anchors)) for state in episode.states]
         for segment in episode.segments:
             prompt = (episode.group_id, segment.tokens[: segment.prompt_len])

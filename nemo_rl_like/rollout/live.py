@@ -27,11 +27,13 @@ class Plan:
     task: Task
     """What to ask."""
     purpose: str
-    """`train` or the name of an evaluation; part of every seed."""
+    """`train` or who else samples, or the name of an evaluation; part of every seed of tokens."""
     run_seed: int
     """Seed of the run."""
     step: int
     """Rollout step; part of every seed."""
+    asked_as: str = ""
+    """Purpose that the environment's seed is made of, so that another sampler is asked the same; empty: `purpose`."""
 
     def sample_seed(self, turn: int) -> int:
         """Seed of the tokens of a turn."""
@@ -40,7 +42,7 @@ class Plan:
     @property
     def environment_seed(self) -> int:
         """Seed of the environment."""
-        return environment_seed(self.purpose, self.run_seed, self.step, self.group_id)
+        return environment_seed(self.asked_as or self.purpose, self.run_seed, self.step, self.group_id)
 
 
 @dataclass(slots=True)

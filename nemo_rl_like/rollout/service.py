@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import ray
+from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.cluster.context import RankContext
@@ -19,13 +22,16 @@ from nemo_rl_like.generation.types import Sampling
 from nemo_rl_like.rollout.dialogue import dialogue_of
 from nemo_rl_like.rollout.episode import Episode, episode_rows
 from nemo_rl_like.rollout.evaluation import EvaluationReport, report_of
+from nemo_rl_like.rollout.judging import judged, rows_to_score, scores_of
 from nemo_rl_like.rollout.live import Plan
 from nemo_rl_like.rollout.loop import LoopThread
+from nemo_rl_like.rollout.pairing import against, best_and_worst, pair_rows
 from nemo_rl_like.rollout.records import append_records
 from nemo_rl_like.rollout.runner import EpisodeRunner, Generator, Limits, check_prompt_length
 from nemo_rl_like.rollout.summary import RolloutSummary, summarize
 from nemo_rl_like.rollout.taskorder import TaskList, task_list
 from nemo_rl_like.spec.experiment import EnvironmentSpec, EvaluationSpec, SamplingSpec
+from nemo_rl_like.spec.reward_model import ProcessScores, RewardModelSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 
 log = logging.getLogger(__name__)
@@ -76,6 +82,36 @@ class CollectPlan:
     """Episodes whose text is in the summary."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """The episodes of one rollout."""
+
+    plan: CollectPlan
+    episodes: list[Episode]
+    greedy: list[Episode] | None
+    """The greedy answer of each group, if asked for."""
+    restarts: int
+    """Environment processes that were replaced meanwhile."""
+    seconds: Mapping[str, float]
+    """Wall time by part."""
+    opponents: list[Episode] | None = None
+    """The opponent's answer to each episode's prompt, if asked for."""
+
+    @property
+    def all(self) -> list[Episode]:
+        """Every episode: the policy's, then greedy ones, then the opponent's."""
+        return [*self.episodes, *(self.greedy or ()), *(self.opponents or ())]
+
+    def with_all(self, episodes: Sequence[Episode]) -> _Collected:
+        """The same rollout with others in the place of `all`."""
+        left = iter(episodes)
+        mine, greedy, theirs = (
+            None if old is None else list(islice(left, len(old)))
+            for old in (self.episodes, self.greedy, self.opponents)
+        )
+        return replace(self, episodes=mine or [], greedy=greedy, opponents=theirs)
+
+
 class RolloutService:
     """Episodes, and the environment processes they run in. One per run; every call is synchronous."""
 
@@ -109,7 +145,7 @@ class RolloutService:
         self._run_seed = run_seed
         self._max_context = max_context
         self._tasks: dict[str, dict[str, Task]] = {}
-        self._last: tuple[int, list[Episode]] | None = None
+        self._last: _Collected | None = None
         self._loop = LoopThread("environments")
         self._pool = EnvironmentPool(self._spec, extra_env=extra_env)
         self._loop.run(self._pool.start())
@@ -150,6 +186,11 @@ class RolloutService:
             WrongWeightVersion: the engine sampled with other weights.
             EnvironmentContractError: the environment broke its interface.
         """
+        self.sample(plan, engine)
+        return self._made()
+
+    def sample(self, plan: CollectPlan, engine: Generator) -> None:
+        """The first half of `collect`: sample and grade the plan's episodes, and keep them here. Raises as `collect` does."""
         known = self._split(TRAIN)
         tasks = [_known(known, task_id) for task_id in plan.task_ids]
         plans = self._plans(tasks, plan.samples_per_prompt, purpose=TRAIN, step=plan.step, first_group=plan.first_group)
@@ -157,18 +198,23 @@ class RolloutService:
         restarts = self._pool.restarts
         episodes = runner.run(plans, self._engine_sampling(plan.sampling))
         _check_versions(episodes, plan.version)
-        greedy = self._greedy_rewards(runner, plan, tasks) if plan.greedy else None
+        greedy = self._greedy(runner, plan, tasks) if plan.greedy else None
+        self._last = _Collected(plan, episodes, greedy, self._pool.restarts - restarts, runner.timing.seconds)
+
+    def _made(self) -> tuple[TokenBatch, RolloutSummary]:
+        """Batch and summary of the last sampled episodes. Raises TooManyInvalid."""
+        last = self._collected()
         summary = summarize(
-            episodes,
-            step=plan.step,
-            version=plan.version,
-            seconds=runner.timing.seconds,
-            restarts=self._pool.restarts - restarts,
-            show=plan.show,
+            last.episodes,
+            step=last.plan.step,
+            version=last.plan.version,
+            seconds=last.seconds,
+            restarts=last.restarts,
+            show=last.plan.show,
         )
-        self._check_invalid(summary, episodes)
-        self._last = (plan.step, episodes)
-        return batch_rows(episode_rows(episodes, greedy)), summary
+        self._check_invalid(summary, last.episodes)
+        greedy = None if last.greedy is None else {episode.group_id: episode.reward for episode in last.greedy}
+        return batch_rows(episode_rows(last.episodes, greedy, last.opponents)), summary
 
     def collect_to_store(
         self, plan: CollectPlan, engine: Generator
@@ -177,18 +223,72 @@ class RolloutService:
         batch, summary = self.collect(plan, engine)
         return ray.put(batch), summary
 
-    def _greedy_rewards(self, runner: EpisodeRunner, plan: CollectPlan, tasks: Sequence[Task]) -> dict[int, float]:
-        """Reward of the greedy answer by group; NaN where it could not be scored."""
-        plans = self._plans(tasks, 1, purpose="greedy", step=plan.step, first_group=plan.first_group)
-        answered = runner.run(plans, replace(self._engine_sampling(plan.sampling), greedy=True))
-        return {episode.group_id: episode.reward for episode in answered}
+    def sample_opponent(self, opponent: Generator) -> None:
+        """Let another engine answer each of the last sampled episodes' prompts, with seeds of its own.
+
+        A sample whose opponent could not be scored is compared with nothing, so it becomes invalid too.
+        """
+        last = self._collected()
+        known = self._split(TRAIN)
+        tasks = [_known(known, task_id) for task_id in last.plan.task_ids]
+        samples, first = last.plan.samples_per_prompt, last.plan.first_group
+        plans = self._plans(tasks, samples, purpose="opponent", step=last.plan.step, first_group=first, asked_as=TRAIN)
+        runner = self._runner(opponent, last.plan.sampling.max_new_tokens)
+        theirs = runner.run(plans, self._engine_sampling(last.plan.sampling))
+        episodes = [
+            replace(mine, invalid="opponent", reward=math.nan, detail=other.detail)
+            if mine.invalid is None and other.invalid is not None
+            else mine
+            for mine, other in zip(last.episodes, theirs, strict=True)
+        ]
+        seconds = {**last.seconds, "opponent": sum(runner.timing.seconds.values())}
+        self._last = replace(last, episodes=episodes, opponents=theirs, seconds=seconds)
+
+    def batch_to_store(self) -> tuple[ray.ObjectRef[TokenBatch], RolloutSummary]:
+        """Batch and summary of the last sampled episodes. Raises TooManyInvalid."""
+        batch, summary = self._made()
+        return ray.put(batch), summary
+
+    def pairs_to_store(self) -> tuple[ray.ObjectRef[TokenBatch] | None, int]:
+        """Pairs of the last sampled episodes, with the opponent's where there is one, and their number; None if there is none."""
+        last = self._collected()
+        pairs = best_and_worst(last.episodes) if last.opponents is None else against(last.episodes, last.opponents)
+        rows = pair_rows(pairs, last.opponents or ())
+        return (ray.put(batch_rows(rows)) if rows else None), len(pairs)
+
+    def rows_to_score(self, process: ProcessScores | None) -> ray.ObjectRef[TokenBatch] | None:
+        """What a reward model reads of the last sampled episodes, greedy and opponent's ones among them; None if none is valid."""
+        enders = None if process is None else self._renderer.ids_ending_with(process.separator)
+        rows = rows_to_score(self._collected().all, enders)
+        return None if rows is None else ray.put(rows)
+
+    def judged_to_store(
+        self, spec: RewardModelSpec, rows: TokenBatch | None, *values: Tensor
+    ) -> tuple[ray.ObjectRef[TokenBatch], RolloutSummary]:
+        """Batch and summary of the last sampled episodes with the scores of reward models in their rewards.
+
+        `values`: float32 [N] of each model at the tokens of `rows`, which `rows_to_score` gave. Raises TooManyInvalid.
+        """
+        last = self._collected()
+        if rows is not None:
+            scores = scores_of(rows, values, spec)
+            self._last = last.with_all(judged(last.all, scores, spec, scored=self._spec.scores))
+        return self.batch_to_store()
+
+    def _collected(self) -> _Collected:
+        if self._last is None:
+            raise RuntimeError("nothing was sampled yet")
+        return self._last
+
+    def _greedy(self, runner: EpisodeRunner, plan: CollectPlan, tasks: Sequence[Task]) -> list[Episode]:
+        """The greedy answer of each group."""
+        plans = self._plans(tasks, 1, purpose="greedy", step=plan.step, first_group=plan.first_group, asked_as=TRAIN)
+        return runner.run(plans, replace(self._engine_sampling(plan.sampling), greedy=True))
 
     def append_records(self, path: str, offset: int) -> int:
-        """Write the episodes of the last `collect` to a JSONL file from byte `offset` on; the new offset."""
-        if self._last is None:
-            raise RuntimeError("`append_records` was called before any `collect`")
-        step, episodes = self._last
-        return append_records(Path(path), offset, step, episodes)
+        """Write the last sampled episodes to a JSONL file from byte `offset` on; the new offset."""
+        last = self._collected()
+        return append_records(Path(path), offset, last.plan.step, last.episodes)
 
     def evaluate(self, evaluation: EvaluationSpec, engine: Generator) -> EvaluationReport:
         """Ask held-out tasks: greedily, and `samples_per_task` times at `temperature`.
@@ -232,7 +332,14 @@ class RolloutService:
         return self._tasks[split]
 
     def _plans(
-        self, tasks: Sequence[Task], samples: int, *, purpose: str, step: int, first_group: int = 0
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        *,
+        purpose: str,
+        step: int,
+        first_group: int = 0,
+        asked_as: str = "",
     ) -> list[Plan]:
         return [
             Plan(
@@ -241,6 +348,7 @@ class RolloutService:
                 sample=sample,
                 task=task,
                 purpose=purpose,
+                asked_as=asked_as,
                 run_seed=self._run_seed,
                 step=step,
             )

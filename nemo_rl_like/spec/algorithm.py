@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.online import OnlinePairsSpec, OpponentSpec
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Discount = Annotated[float, Field(gt=0, le=1)]
@@ -531,8 +532,17 @@ class LengthPenaltyShaping(Spec):
     """Tokens without a price."""
 
 
+class WinRateShaping(Spec):
+    """The reward becomes P(better than the opponent's answer to the prompt) - 1/2."""
+
+    kind: Literal["win_rate"] = "win_rate"
+    """Shaping."""
+    compare: Literal["bradley_terry", "sign"] = "bradley_terry"
+    """P from two rewards: sigmoid of their difference, or 1, 1/2 and 0 for more, equal and less."""
+
+
 ShapingSpec = Annotated[
-    OverlongShaping | StopProperlyShaping | ClipShaping | ScaleShaping | LengthPenaltyShaping,
+    OverlongShaping | StopProperlyShaping | ClipShaping | ScaleShaping | LengthPenaltyShaping | WinRateShaping,
     Field(discriminator="kind"),
 ]
 
@@ -551,6 +561,26 @@ class ReplayFilterSpec(Spec):
     """The best alone, the best and random ones, or the best and the worst."""
     keep: PositiveInt = 4
     """Samples a prompt that are kept."""
+
+
+NOT_WITH_PAIRS = (
+    "advantage",
+    "policy_loss",
+    "correction",
+    "kl",
+    "aggregation",
+    "shaping",
+    "dynamic_sampling",
+    "replay_filter",
+    "mask_truncated",
+    "top_entropy",
+    "entropy_coef",
+    "distill_coef",
+    "positive_nll_coef",
+    "recompute_proximal",
+    "shuffle_rewards",
+)
+"""Choices that preference losses on pairs do not read."""
 
 
 class AlgorithmSpec(Spec):
@@ -574,6 +604,10 @@ class AlgorithmSpec(Spec):
     """Replace groups without spread; default: keep them."""
     replay_filter: ReplayFilterSpec | None = None
     """Train a part of the samples; default: all."""
+    opponent: OpponentSpec | None = None
+    """Who else answers every prompt, once for each sample; read by `shaping: win_rate` and by `pairs`."""
+    pairs: OnlinePairsSpec | None = None
+    """Train on pairs of samples with preference losses, in the place of advantages and a policy loss."""
     mask_truncated: bool = False
     """Leave the tokens of truncated samples out of numerator and denominator."""
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -593,6 +627,40 @@ class AlgorithmSpec(Spec):
     def advantages_read_proximal(self) -> bool:
         """Whether proximal log-probs are needed before the advantages."""
         return self.distill_coef > 0 or (self.kl.coef > 0 and self.kl.place == "reward")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss or a reward reads the log-probs of the frozen start model."""
+        return self.pairs.needs_reference if self.pairs is not None else self.kl.coef > 0
+
+    @model_validator(mode="after")
+    def _opponent_is_read(self) -> AlgorithmSpec:
+        compared = [i for i, one in enumerate(self.shaping) if one.kind == "win_rate"]
+        if compared and compared != [0]:
+            raise ValueError(
+                "`shaping` has win_rate behind others, and the opponent's reward is not shaped; put it first, once"
+            )
+        if self.opponent is not None and not (compared or self.pairs):
+            raise ValueError(
+                "`opponent` is given, but nothing compares with it; add `shaping: [win_rate]` or `pairs`, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_stand_alone(self) -> AlgorithmSpec:
+        if self.pairs is None:
+            return self
+        if self.pairs.exploration and self.opponent is None:
+            raise ValueError(
+                "`pairs.exploration` lowers the log-prob of an opponent's samples; give `opponent: reference`"
+            )
+        defaults = AlgorithmSpec.model_fields
+        for name in NOT_WITH_PAIRS:
+            if getattr(self, name) != defaults[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"`{name}` is given, but `pairs` trains with preference losses, which do not read it; leave one of them out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _choices_fit(self) -> AlgorithmSpec:

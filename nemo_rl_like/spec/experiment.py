@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from nemo_rl_like.spec.algorithm import CRITIC, GROUP_RELATIVE, AlgorithmSpec, PassAtKAdvantage
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.reward_model import RewardModelSpec, RewardModelStageSpec
 from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, StageBase
 
 DType = Literal["float32", "bfloat16"]
@@ -179,7 +180,7 @@ class EnvironmentSpec(Spec):
     reward_url: str | None = None
     """HTTP address of a scorer: POST {"prompts", "responses", "labels"} -> {"rewards"}."""
     prompts: str | None = None
-    """JSONL file for `reward`/`reward_url`: one {"messages": [{"role", "content"}], "label"?} or a list of messages a line."""
+    """JSONL file for `reward`/`reward_url`, or alone where a reward model judges: one {"messages": [{"role", "content"}], "label"?} or a list of messages a line."""
     label_key: str = "label"
     """Key of the label in a prompts row."""
     max_turns: PositiveInt = 8
@@ -194,11 +195,19 @@ class EnvironmentSpec(Spec):
     @model_validator(mode="after")
     def _one_source(self) -> EnvironmentSpec:
         given = [k for k in ("name", "reward", "reward_url") if getattr(self, k) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of `name`, `reward` and `reward_url`; got {given or 'none'}")
+        if len(given) > 1 or (not given and self.prompts is None):
+            raise ValueError(
+                f"give exactly one of `name`, `reward` and `reward_url`; got {given or 'none'} (with `prompts` alone, `rl` needs a "
+                "`reward_model`)"
+            )
         if self.name is None and self.prompts is None:
             raise ValueError("`reward` and `reward_url` need `prompts`, a JSONL file")
         return self
+
+    @property
+    def scores(self) -> bool:
+        """Whether it has a reward of its own."""
+        return any(source is not None for source in (self.name, self.reward, self.reward_url))
 
 
 class SamplingSpec(Spec):
@@ -299,6 +308,8 @@ class RlStageSpec(StageBase):
     """The critic of an advantage that reads values; made with its defaults where one is needed."""
     teacher: str | None = None
     """Hugging Face folder of the model whose log-probs `algorithm.distill_coef` adds; the same tokenizer as the policy's."""
+    reward_model: RewardModelSpec | None = None
+    """A judge of finished episodes, beside the environment's own reward or in its place."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and schedule."""
     evaluate_every_steps: NonNegativeInt = 0
@@ -317,6 +328,10 @@ class RlStageSpec(StageBase):
     @model_validator(mode="after")
     def _combinations(self) -> RlStageSpec:
         self._check_groups()
+        if self.algorithm.opponent is None and any(one.kind == "win_rate" for one in self.algorithm.shaping):
+            raise ValueError(
+                "`shaping` win_rate compares with an opponent; give `opponent: reference` or `opponent: mixture`"
+            )
         if (self.algorithm.distill_coef > 0) != (self.teacher is not None):
             raise ValueError("`algorithm.distill_coef` above 0 and `teacher` go together: give both, or neither")
         if self.updates_per_batch > self.prompts_per_step:
@@ -349,7 +364,12 @@ class RlStageSpec(StageBase):
     def _check_groups(self) -> None:
         """Raise ValueError unless a prompt has as many samples as the algorithm compares."""
         advantage, samples = self.algorithm.advantage, self.samples_per_prompt
-        if advantage.kind in GROUP_RELATIVE and samples < 2:
+        pairs, alone = self.algorithm.pairs, samples < 2
+        if pairs is not None and self.algorithm.opponent is None and alone:
+            raise ValueError(
+                f"`samples_per_prompt` is {samples}, but `pairs` compares samples of one prompt and needs at least 2 (or an `opponent`)"
+            )
+        if pairs is None and advantage.kind in GROUP_RELATIVE and alone:
             raise ValueError(
                 f"`samples_per_prompt` is {samples}, but advantage `{advantage.kind}` compares samples of one prompt and needs at "
                 "least 2 (8 is usual; `reinforce` works with 1)"
@@ -410,11 +430,11 @@ class ExportStageSpec(StageBase):
 
 RlStageSpec.model_rebuild()
 StageSpec = Annotated[
-    SftStageSpec | RlStageSpec | PreferenceStageSpec | EvaluateStageSpec | ExportStageSpec,
+    SftStageSpec | RlStageSpec | PreferenceStageSpec | RewardModelStageSpec | EvaluateStageSpec | ExportStageSpec,
     Field(discriminator="kind"),
 ]
 TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec)
-"""Stages that train a model: each makes a checkpoint."""
+"""Stages that train a policy: each makes a checkpoint that writes text."""
 
 
 class LoggingSpec(Spec):
@@ -479,7 +499,22 @@ class ExperimentSpec(Spec):
             )
             if asks and self.environment is None:
                 raise ValueError(f"stage {stage_name(stage)!r} needs an `environment` block")
+            if asks and self.environment is not None and not self.environment.scores:
+                self._check_judge(stage)
         return self
+
+    @staticmethod
+    def _check_judge(stage: StageSpec) -> None:
+        """Raise ValueError unless a stage on prompts alone has a judge."""
+        name, judge = stage_name(stage), stage.reward_model if isinstance(stage, RlStageSpec) else None
+        if judge is None or (isinstance(stage, RlStageSpec) and stage.evaluate_every_steps):
+            what = (
+                "evaluates" if judge is not None or not isinstance(stage, RlStageSpec) else "needs a `reward_model`, or"
+            )
+            raise ValueError(
+                f"stage {name!r} {what} an environment with a reward of its own, and `environment` has `prompts` alone; give it "
+                "`reward`, `reward_url` or `name`"
+            )
 
 
 def stage_name(stage: StageSpec) -> str:

@@ -149,7 +149,7 @@ def _block(schema: Schema, root: Schema) -> Schema:
     schema = _deref(schema, root)
     for branch in _schemas(schema.get("anyOf")):
         resolved = _deref(branch, root)
-        if resolved.get("type") in ("object", "array"):
+        if resolved.get("type") in ("object", "array") or kinds_of(resolved):
             return resolved
     return schema
 

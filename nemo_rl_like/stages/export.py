@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import OutputFolderError
 from nemo_rl_like.artifacts.stage import StageContext
-from nemo_rl_like.artifacts.types import Artifact, Checkpoint, ServingBundle
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, ServingBundle
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, write_hf_folder
 from nemo_rl_like.policy.store import copy_side_files
@@ -24,7 +24,7 @@ _GIB = 1 << 30
 class ExportStage:
     """Writes the final model; its artifact is the folder."""
 
-    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    input_types: tuple[type[Artifact], ...] = (Checkpoint, RewardModel)
     output_type: type[Artifact] = ServingBundle
 
     def __init__(self, stage_spec: ExportStageSpec, experiment_spec: ExperimentSpec) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from nemo_rl_like.artifacts.stage import StageContext
-from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.policy.client import CRITIC, Policy, TrainedModels
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
@@ -16,16 +16,17 @@ from nemo_rl_like.stages.preflight import (
     check_checkpoints,
     check_critic,
     check_first_weights,
+    check_judge,
     check_tasks,
     check_teacher,
     problems_of,
     prompts_are_known_early,
 )
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import StartModel, start_model
+from nemo_rl_like.stages.start_model import StartModel, start_model, weights_of
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import host_rollout, worker_group
-from nemo_rl_like.training.engine import RunEngine
+from nemo_rl_like.training.engine import EngineClient, RunEngine, host_opponent
 from nemo_rl_like.training.reinforcement import RlRecipe, dataflow_of
 from nemo_rl_like.training.step_services import ROLLOUT, RlModels, StepServices
 
@@ -35,7 +36,7 @@ ROLLOUTS = "rollouts.jsonl"
 class RlStage:
     """Trains on rewards; its artifact is the final checkpoint."""
 
-    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    input_types: tuple[type[Artifact], ...] = (Checkpoint, RewardModel)
     output_type: type[Artifact] = Checkpoint
 
     def __init__(self, stage_spec: RlStageSpec, experiment_spec: ExperimentSpec) -> None:
@@ -49,11 +50,13 @@ class RlStage:
             splits.append(self.stage.evaluation.split)
         checks: list[Callable[[], object]] = [partial(check_tasks, self.spec, split) for split in splits]
         if self.stage.loop is not None:
-            checks.append(partial(dataflow_of, self.stage.loop))
+            checks.append(partial(dataflow_of, self.stage))
         if self.stage.teacher is not None:
             checks.append(partial(check_teacher, self.spec, self.stage.teacher))
         if self.stage.critic is not None and self.stage.critic.path is not None:
             checks.append(partial(check_critic, self.spec, self.stage.critic.path))
+        judge = self.stage.reward_model
+        checks += [partial(check_judge, self.spec, path) for path in (judge.paths if judge is not None else ())]
         return problems_of(self.spec, partial(check_first_weights, self.spec, self.stage), *checks)
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
@@ -66,27 +69,33 @@ class RlStage:
             host_rollout(workers, spec, model.folder, model.config)
             if not prompts_are_known_early(spec):
                 workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
-            with self._models(context, model) as (models, engine):
+            with self._models(context, model, self._judge_folders(inputs)) as (models, engine):
                 rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
                 services = StepServices(stage, spec.seed, models, engine, workers, rollouts)
                 services.start_training()
-                recipe = RlRecipe(services, dataflow_of(stage.loop))
+                recipe = RlRecipe(services, dataflow_of(stage))
                 trained = TrainedModels(models.policy, models.critic)
                 return Checkpoint.of(train(spec, context, recipe, trained, model.identity, stage.checkpoint))
 
     @contextmanager
-    def _models(self, context: StageContext, model: StartModel) -> Iterator[tuple[RlModels, RunEngine]]:
+    def _models(
+        self, context: StageContext, model: StartModel, judges: Sequence[Path]
+    ) -> Iterator[tuple[RlModels, RunEngine]]:
         """The models that the algorithm reads, all on the policy's ranks, and the engine."""
         spec, stage = self.spec, self.stage
         session = shared_session(spec.cluster, context.run_folder)
         policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
         host = partial(self._host, policy.group)
         try:
+            needs_reference = stage.algorithm.needs_reference or stage.algorithm.opponent is not None
+            reference = host("reference", model.folder, model.initialize) if needs_reference else None
             models = RlModels(
                 policy,
-                reference=host("reference", model.folder, model.initialize) if stage.algorithm.kl.coef else None,
+                reference=reference,
                 teacher=host("teacher", Path(stage.teacher)) if stage.teacher is not None else None,
                 critic=self._critic(policy.group, model) if stage.needs_critic else None,
+                judges=tuple(host(f"reward-model-{i}", folder) for i, folder in enumerate(judges)),
+                opponent=self._opponent(policy, reference),
             )
             engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
             try:
@@ -95,6 +104,19 @@ class RlStage:
                 engine.close()
         finally:
             policy.group.shutdown()
+
+    def _opponent(self, policy: Policy, reference: Policy | None) -> EngineClient | None:
+        opponent = self.stage.algorithm.opponent
+        if opponent is None or reference is None:
+            return None
+        return host_opponent(self.spec.engine, policy, reference, opponent)
+
+    def _judge_folders(self, inputs: Mapping[str, Artifact]) -> list[Path]:
+        """Folders of the reward models, as the spec names them."""
+        judge = self.stage.reward_model
+        if judge is None:
+            return []
+        return [*(Path(path) for path in judge.paths), *(weights_of(inputs[name]) for name in judge.stages)]
 
     def _critic(self, group: WorkerGroup, model: StartModel) -> Policy:
         path = self.stage.critic_or_default.path

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_like.artifacts.hashing import hash_json
-from nemo_rl_like.artifacts.types import Artifact
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.model.hf_config import ModelConfig
@@ -44,12 +44,13 @@ def weights_of(checkpoint: Artifact) -> Path:
 
 
 def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifact]) -> StartModel:
-    """The model that a stage in `folder` starts from: the (only) checkpoint among `inputs`, or the spec's model.
+    """The model that a stage in `folder` starts from: the only checkpoint among `inputs`, or the spec's model.
 
     Raises InputError, SpecError.
     """
-    if inputs:
-        (checkpoint,) = inputs.values()
+    checkpoints = [artifact for artifact in inputs.values() if isinstance(artifact, Checkpoint)]
+    if checkpoints:
+        (checkpoint,) = checkpoints
         return _found(weights_of(checkpoint))
     model = spec.model
     if model.init is not None:

@@ -69,7 +69,8 @@ class TokenBatch:
     rewards: dict[str, Tensor] = field(default_factory=dict)
     """float32 [B] by name; NaN where the row is invalid."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """float32 [B] further numbers by name: `truncated`, `greedy`, `last_values`; of preferences `chosen`, `margin`, `mismatched`."""
+    """float32 [B] further numbers by name: `truncated`, `greedy`, `opponent`, `last_values`; of preferences `chosen`, `margin`, `mismatched`,
+    `explored`."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """float32 [N] further per-token values: `turn`, `turn_rewards`, `proximal`, `reference`, `values`, `advantages`."""
 

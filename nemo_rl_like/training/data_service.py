@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import ray
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.data.datasets import conversation_key, hold_out
+from nemo_rl_like.data.messages import Message
 from nemo_rl_like.data.order import DataPosition, ShuffledOrder, check_resumes
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.trained_rows import TrainedRows
@@ -38,6 +40,34 @@ class Examples(Protocol[T_co]):
     def validation(self, count: int) -> Sequence[T_co]:
         """The first `count` validation examples, fewer if there are fewer."""
         ...
+
+
+class FileExamples(Generic[T]):
+    """The examples of a file, those of a fraction of the prompts held out; the same in every epoch."""
+
+    def __init__(
+        self,
+        source: str,
+        sha256: str,
+        examples: Sequence[T],
+        prompt: Callable[[T], Sequence[Message]],
+        fraction: float,
+        seed: int,
+    ) -> None:
+        self.source, self.sha256 = source, sha256
+        self._train, self._held = hold_out(examples, lambda e: conversation_key(prompt(e)), fraction, seed)
+
+    def train_size(self) -> int:
+        """Training examples."""
+        return len(self._train)
+
+    def train(self, index: int, epoch: int) -> T:
+        """One training example."""
+        return self._train[index]
+
+    def validation(self, count: int) -> Sequence[T]:
+        """The first `count` held-out examples."""
+        return self._held[:count]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,18 @@ def standard(run: StepServices, step: int) -> StepReport:
     return report(rollout.summary, prepared, {**metrics, **adapt_kl(run, metrics)})
 
 
+def on_pairs(run: StepServices, step: int) -> StepReport:
+    """Rollout, pairs of its samples, updates with preference losses: what a block with `pairs` runs.
+
+    A step in which no two samples differ makes no update.
+    """
+    batch, summary = run.rollout(step, run.spec.prompts_per_step)
+    pairs, metrics = run.pairs(batch)
+    if pairs is not None:
+        metrics |= run.update_on_pairs(step, pairs)
+    return report(summary, None, {**summary.metrics(), **metrics})
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """The groups of a step."""
@@ -71,14 +83,15 @@ def adapt_kl(run: StepServices, metrics: Mapping[str, float]) -> dict[str, float
     return {"kl/coef": now} if spec.coef else {}
 
 
-def report(summary: RolloutSummary, prepared: PreparedStep, metrics: Mapping[str, float]) -> StepReport:
-    """The step's metrics, and the summary's samples with their advantages."""
+def report(summary: RolloutSummary, prepared: PreparedStep | None, metrics: Mapping[str, float]) -> StepReport:
+    """The step's metrics, and the summary's samples with their advantages, where there are any."""
+    advantages = {} if prepared is None else prepared.episode_advantages
     samples = tuple(
         Sample(
             prompt=sample.prompt,
             response=sample.response,
             reward=None if sample.reward != sample.reward else sample.reward,
-            advantage=prepared.episode_advantages.get(sample.episode_id),
+            advantage=advantages.get(sample.episode_id),
         )
         for sample in summary.samples
     )

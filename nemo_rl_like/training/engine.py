@@ -19,13 +19,15 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.spec.experiment import DType, EngineSpec
+from nemo_rl_like.spec.online import OpponentSpec
 from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "engine"
+SERVICE, OPPONENT = "engine", "opponent"
 EMBEDDED = "nemo_rl_like.generation.embedded:EmbeddedEngine"
+OPPONENT_ENGINE = "nemo_rl_like.generation.opponent:OpponentEngine"
 VLLM = "nemo_rl_like.generation.vllm:VllmEngine"
 
 
@@ -37,15 +39,16 @@ class EngineClient:
     replicas: int
     """1: the call is collective on every rank of the group."""
     deadline_s: float
+    service: str = SERVICE
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """One list per request with one completion per seed, in order."""
         if self.replicas == 1:
-            got = self.client.call(SERVICE, "generate", list(requests), sampling, deadline_s=self.deadline_s)
+            got = self.client.call(self.service, "generate", list(requests), sampling, deadline_s=self.deadline_s)
             return cast(list[list[Completion]], got)
         shares = [list(range(i, len(requests), self.replicas)) for i in range(self.replicas)]
         pending = [
-            self.client.submit(SERVICE, "generate", [requests[i] for i in share], sampling, ranks=[rank])
+            self.client.submit(self.service, "generate", [requests[i] for i in share], sampling, ranks=[rank])
             for rank, share in enumerate(shares)
         ]
         out: list[list[Completion]] = [[] for _ in requests]
@@ -154,3 +157,15 @@ class RunEngine:
         """End the engine's own workers."""
         if self.owns_group:
             self.group.shutdown()
+
+
+def host_opponent(spec: EngineSpec, policy: Policy, reference: Policy, opponent: OpponentSpec) -> EngineClient:
+    """Host the opponent's engine beside policy and reference, whichever engine the policy has; what the rollout worker calls."""
+    kwargs: dict[str, object] = {
+        "reference_handle": Hosted(reference.service, "model"),
+        "policy_handle": Hosted(policy.service, "model"),
+        "engine": spec,
+        "opponent": opponent,
+    }
+    policy.group.host(OPPONENT, OPPONENT_ENGINE, kwargs)
+    return EngineClient(policy.group.client(), 1, policy.group.session.spec.step_timeout_s, OPPONENT)

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
-from nemo_rl_like.data.datasets import conversation_key, hold_out
 from nemo_rl_like.data.preference_rows import judged_rows, pair_rows
 from nemo_rl_like.data.preferences import Judged, Pair, PreferenceDataset, load_judged, load_pairs
 from nemo_rl_like.data.trained_rows import TrainedRows
 from nemo_rl_like.spec.preference import PreferenceDataSpec, PreferenceStageSpec
-from nemo_rl_like.training.data_service import DataService
+from nemo_rl_like.training.data_service import DataService, FileExamples
 
 T = TypeVar("T", Pair, Judged)
 Example: TypeAlias = Pair | Judged
-
-
-class FilePreferences(Generic[T]):
-    """The examples of a file, those of a fraction of the prompts held out."""
-
-    def __init__(self, dataset: PreferenceDataset[T], fraction: float, seed: int) -> None:
-        self.source, self.sha256 = dataset.source, dataset.sha256
-        self._train, self._held = hold_out(dataset.examples, lambda e: conversation_key(e.prompt), fraction, seed)
-
-    def train_size(self) -> int:
-        """Training examples."""
-        return len(self._train)
-
-    def train(self, index: int, epoch: int) -> T:
-        """One training example, the same in every epoch."""
-        return self._train[index]
-
-    def validation(self, count: int) -> Sequence[T]:
-        """The first `count` held-out examples."""
-        return self._held[:count]
 
 
 class PreferenceService(DataService[Example]):
@@ -64,10 +43,14 @@ class PreferenceService(DataService[Example]):
         return pair_rows(cast(Sequence[Pair], examples), self._renderer, max_tokens=limit, too_long=too_long)
 
 
-def _open(data: PreferenceDataSpec, unpaired: bool, seed: int) -> FilePreferences[Pair] | FilePreferences[Judged]:
+def _open(data: PreferenceDataSpec, unpaired: bool, seed: int) -> FileExamples[Pair] | FileExamples[Judged]:
     if unpaired:
-        return FilePreferences(load_judged(data.path, unpair=data.unpair), data.validation_fraction, seed)
-    return FilePreferences(load_pairs(data.path), data.validation_fraction, seed)
+        return _split(load_judged(data.path, unpair=data.unpair), data.validation_fraction, seed)
+    return _split(load_pairs(data.path), data.validation_fraction, seed)
+
+
+def _split(dataset: PreferenceDataset[T], fraction: float, seed: int) -> FileExamples[T]:
+    return FileExamples(dataset.source, dataset.sha256, dataset.examples, lambda e: e.prompt, fraction, seed)
 
 
 def check_preferences(stage: PreferenceStageSpec, seed: int) -> None:

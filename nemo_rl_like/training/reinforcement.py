@@ -9,16 +9,17 @@ from typing import cast
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.artifacts.references import load_function
 from nemo_rl_like.rollout.evaluation import EvaluationReport
-from nemo_rl_like.training.dataflow import Dataflow, standard
+from nemo_rl_like.spec.experiment import RlStageSpec
+from nemo_rl_like.training.dataflow import Dataflow, on_pairs, standard
 from nemo_rl_like.training.recipe import StepReport
 from nemo_rl_like.training.step_services import ROLLOUT, StepServices
 
 
-def dataflow_of(reference: str | None) -> Dataflow:
-    """The function that `loop` names, or the standard one. Raises SpecError, InputError."""
-    if reference is None:
-        return standard
-    function: Dataflow = load_function(reference, "loop")
+def dataflow_of(spec: RlStageSpec) -> Dataflow:
+    """The function that `loop` names, or the one that the algorithm needs. Raises SpecError, InputError."""
+    if spec.loop is None:
+        return standard if spec.algorithm.pairs is None else on_pairs
+    function: Dataflow = load_function(spec.loop, "loop")
     return function
 
 

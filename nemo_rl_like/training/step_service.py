@@ -75,6 +75,12 @@ class StepService:
             metrics={**_advantage_metrics(ready, algorithm), **dropped},
         )
 
+    def minibatches(
+        self, batch: TokenBatch, updates: int, epochs: int, seed: int
+    ) -> tuple[tuple[int, ...] | None, ...]:
+        """Rows of each update; see `minibatches`."""
+        return minibatches(batch.group_id, updates, epochs, seed)
+
     def attach(self, batch: TokenBatch, name: str, values: Tensor) -> ray.ObjectRef:
         """The batch with one more per-token value, float32 [N]."""
         return ray.put(batch.with_extras(**{name: values}))

@@ -5,7 +5,7 @@ Batches are references: token tensors go from worker to worker, never through th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -13,6 +13,7 @@ from typing import cast
 import ray
 
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
+from nemo_rl_like.algorithms.preference import Preference
 from nemo_rl_like.algorithms.value_losses import ValueLoss
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
@@ -24,7 +25,7 @@ from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
 from nemo_rl_like.spec.algorithm import GaeAdvantage, VapoAdvantage
 from nemo_rl_like.spec.experiment import RlStageSpec
-from nemo_rl_like.training.engine import RunEngine
+from nemo_rl_like.training.engine import EngineClient, RunEngine
 from nemo_rl_like.training.step_service import PreparedStep, StepPlan
 
 ROLLOUT = "rollout"
@@ -58,6 +59,10 @@ class RlModels:
     """Model of `distill_coef`."""
     critic: Policy | None = None
     """Model of the values."""
+    judges: tuple[Policy, ...] = ()
+    """Reward models of `reward_model`."""
+    opponent: EngineClient | None = None
+    """Samples the answers that the policy's are compared with."""
 
 
 @dataclass(slots=True)
@@ -141,14 +146,40 @@ class StepServices:
             greedy=self.spec.algorithm.advantage.kind == "remax",
             show=shown,
         )
-        with self.timings.part("rollout"):
-            got = self.workers.call(
-                ROLLOUT, "collect_to_store", plan, self.engine.client(), what=f"rollout of step {step}"
-            )
+        in_parts = self.models.judges or self.models.opponent is not None
+        made = self._in_parts(step, plan) if in_parts else self._collected(step, plan)
         self._position = self._position.advance(len(tasks))
         if self.rollouts is not None:
             got_offset = self.workers.call(ROLLOUT, "append_records", str(self.rollouts), self._recorded)
             self._recorded = cast(int, got_offset)
+        return made
+
+    def _collected(self, step: int, plan: CollectPlan) -> tuple[ray.ObjectRef, RolloutSummary]:
+        """The plan's episodes with the environment's rewards."""
+        with self.timings.part("rollout"):
+            got = self.workers.call(
+                ROLLOUT, "collect_to_store", plan, self.engine.client(), what=f"rollout of step {step}"
+            )
+        return cast(tuple[ray.ObjectRef, RolloutSummary], got)
+
+    def _in_parts(self, step: int, plan: CollectPlan) -> tuple[ray.ObjectRef, RolloutSummary]:
+        """The plan's episodes, the opponent's beside them, and the scores of the reward models in the rewards of all."""
+        with self.timings.part("rollout"):
+            self.workers.call(ROLLOUT, "sample", plan, self.engine.client(), what=f"rollout of step {step}")
+            if self.models.opponent is not None:
+                what = f"opponent's rollout of step {step}"
+                self.workers.call(ROLLOUT, "sample_opponent", self.models.opponent, what=what)
+        judge = self.spec.reward_model
+        if judge is None:
+            got = self.workers.call(ROLLOUT, "batch_to_store", what=f"batch of step {step}")
+            return cast(tuple[ray.ObjectRef, RolloutSummary], got)
+        with self.timings.part("reward_model"):
+            rows = cast(
+                ray.ObjectRef | None,
+                self.workers.call(ROLLOUT, "rows_to_score", judge.process, what="rows for the reward model"),
+            )
+            scores = [] if rows is None else [model.values(rows, what="scores") for model in self.models.judges]
+            got = self.workers.call(ROLLOUT, "judged_to_store", judge, rows, *scores, what="judged episodes")
         return cast(tuple[ray.ObjectRef, RolloutSummary], got)
 
     def groups_with_spread(self, batch: ray.ObjectRef) -> tuple[ray.ObjectRef | None, int]:
@@ -175,7 +206,8 @@ class StepServices:
                     batch, temperature, self.engine.gap_limit(), "proximal log-probs"
                 )
                 batch = self._attach(batch, "proximal", values)
-        for name, model in (("reference", self.models.reference), ("teacher", self.models.teacher)):
+        reference = self.models.reference if self.spec.algorithm.kl.coef else None
+        for name, model in (("reference", reference), ("teacher", self.models.teacher)):
             if model is not None:
                 with self.timings.part(name):
                     values, _ = model.logprobs(batch, temperature, what=f"{name} log-probs")
@@ -184,6 +216,50 @@ class StepServices:
 
     def _attach(self, batch: ray.ObjectRef, name: str, values: ray.ObjectRef) -> ray.ObjectRef:
         return cast(ray.ObjectRef, self.workers.call(STEPS, "attach", batch, name, values, what=f"attaching {name}"))
+
+    def pairs(self, batch: ray.ObjectRef) -> tuple[ray.ObjectRef | None, dict[str, float]]:
+        """Pairs of the last rollout's samples with their reference log-probs, or None if no two differ; their number, and the gap
+        metrics of the rollout's `batch` if they come from here."""
+        got = self.workers.call(ROLLOUT, "pairs_to_store", what="pairs")
+        pairs, count = cast(tuple[ray.ObjectRef | None, int], got)
+        metrics = {"pairs": float(count)}
+        temperature = self.spec.sampling.temperature
+        if not self._pairs_show_gap:
+            with self.timings.part("logprobs"):
+                limit = self.engine.gap_limit()
+                metrics |= self.models.policy.logprobs(batch, temperature, limit, "log-probs of the rollout")[1]
+        if pairs is not None and self.models.reference is not None:
+            with self.timings.part("reference"):
+                values, _ = self.models.reference.logprobs(pairs, temperature, what="reference log-probs")
+                pairs = self._attach(pairs, "reference", values)
+        return pairs, metrics
+
+    @property
+    def _pairs_show_gap(self) -> bool:
+        """Whether the step's only update sees nothing but tokens that this policy's engine sampled."""
+        return self.spec.updates_per_batch * self.spec.epochs == 1 and self.models.opponent is None
+
+    def update_on_pairs(self, step: int, pairs: ray.ObjectRef) -> dict[str, float]:
+        """The step's optimizer steps on pairs; the means of their metrics."""
+        spec = self.spec.algorithm.pairs
+        assert spec is not None  # only its dataflow makes pairs
+        objective = Preference(spec, exploration=spec.exploration)
+        gap = self.engine.gap_limit() if self._pairs_show_gap else None
+        shape = (self.spec.updates_per_batch, self.spec.epochs, self._step_seed(step))
+        rows_of = self.workers.call(STEPS, "minibatches", pairs, *shape, what=f"minibatches of step {step}")
+        made: list[dict[str, float]] = []
+        for rows in cast(Sequence[Sequence[int] | None], rows_of):
+            with self.timings.part("update"):
+                temperature = self.spec.sampling.temperature
+                made.append(
+                    self.models.policy.train_step(pairs, rows, objective, temperature, gap, what=f"step {step}")
+                )
+            self.updates[POLICY] += 1
+        return {name: sum(m[name] for m in made) / len(made) for name in made[0]} | {"lr": made[-1]["lr"]}
+
+    def _step_seed(self, step: int) -> int:
+        """Of everything that is drawn in a step but samples."""
+        return self.seed * 1_000_003 + step
 
     def values(self, batch: ray.ObjectRef) -> ray.ObjectRef:
         """The batch with the critic's values, where there is one."""
@@ -204,7 +280,7 @@ class StepServices:
             max_new_tokens=self.spec.sampling.max_new_tokens,
             updates=self.spec.updates_per_batch,
             epochs=self.spec.epochs,
-            seed=self.seed * 1_000_003 + step,
+            seed=self._step_seed(step),
         )
         with self.timings.part("advantages"):
             got = self.workers.call(STEPS, "prepare", batch, plan, what=f"advantages of step {step}")

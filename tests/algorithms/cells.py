@@ -40,7 +40,7 @@ BITING: dict[str, dict[str, Any]] = {
 
 FURTHER: dict[str, list[dict[str, Any]]] = {
     "policy_loss": [{"kind": "clip", "dual": 1.5}, {"kind": "clip", "delta": 1.3, "high": 0.28}],
-    "shaping": [{"kind": "stop_properly", "coef": -1.0}],
+    "shaping": [{"kind": "stop_properly", "coef": -1.0}, {"kind": "win_rate", "compare": "sign"}],
     "advantage": [{"kind": "gdpo", "weights": {"format": 0.5}}, {"kind": "gae", "whiten": False}],
 }
 """Further settings of kinds that have more than one behaviour."""
@@ -86,7 +86,8 @@ def _settings(axis: str, annotation: Any) -> list[dict[str, Any]]:
 
 def allowed(cell: Mapping[str, Any]) -> spec.AlgorithmSpec | None:
     """The block of a cell, or None if it is refused: by the spec, or because maxrl takes no reward that shaping made negative."""
-    if cell.get("advantage") == {"kind": "maxrl"} and any(s.get("coef", 0) < 0 for s in cell.get("shaping", ())):
+    lowered = any(s.get("coef", 0) < 0 or s["kind"] == "win_rate" for s in cell.get("shaping", ()))
+    if cell.get("advantage") == {"kind": "maxrl"} and lowered:
         return None
     try:
         return spec.AlgorithmSpec.model_validate(dict(cell))

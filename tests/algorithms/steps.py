@@ -74,6 +74,7 @@ def _sample(draw: torch.Generator, group: int, *, invalid: bool, flat: bool, spr
         reward=math.nan if invalid else reward,
         parts={"correct": math.nan if invalid else reward, "format": math.nan if invalid else rounded(uniform())},
         greedy=rounded(0.25 * group),
+        opponent=rounded(0.25 * (split % 4)),
         truncated=uniform() < 0.3,
         bootstrap=number(0.5, 0.3),
         limit=maximum,
@@ -138,7 +139,12 @@ def _row(episode: int, sample: Sample, part: Sequence[int], prompt_id: int) -> R
         episode_id=episode,
         valid=sample.valid,
         rewards={"reward": sample.reward, **sample.parts},
-        columns={"truncated": float(sample.truncated), "greedy": sample.greedy, "last_values": sample.bootstrap},
+        columns={
+            "truncated": float(sample.truncated),
+            "greedy": sample.greedy,
+            "opponent": sample.opponent,
+            "last_values": sample.bootstrap,
+        },
         extras={
             "proximal": over([tok.proximal for tok in toks]),
             "reference": over([tok.reference for tok in toks]),

@@ -26,6 +26,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "rloo": (),
     "reinforce_pp": ("updates_per_batch=2",),
     "remax": (),
+    "online_dpo": (),
+    "xpo": (),
+    "nash_md": ("algorithm.shaping.0.compare=sign", "algorithm.kl.coef=0.01"),
     "ppo": ("updates_per_batch=2", "critic.optimizer.lr=1e-3", "critic.warmup_steps=3"),
 }
 """Presets with what they need beside their lines at this size."""
@@ -75,3 +78,40 @@ def test_a_student_gains_from_its_teacher_alone(models: tuple[Path, Path], tmp_p
 @pytest.mark.timeout(900)
 def test_shuffled_rewards_gain_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
     assert gain(models[0], tmp_path, "algorithm.preset=grpo", "algorithm.shuffle_rewards=true") <= CONTROL
+
+
+PAIRS = Path(__file__).parents[2] / "configs" / "algorithms" / "sums.jsonl"
+
+
+@pytest.fixture(scope="module")
+def judge(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A reward model of right and wrong sums, as a folder, and its held-out accuracies during training."""
+    folder = tmp_path_factory.mktemp("judge")
+    data = f"{{path: {PAIRS}, validation_fraction: 0.125}}"
+    often = "examples_per_step: 64, validate_every_steps: 40, optimizer: {lr: 3.0e-4}"
+    stage = f"{{kind: reward_model, data: {data}, steps: 120, {often}}}"
+    spec = load_spec(DEMO, [f"stages=[{stage}]"])
+    spec = spec.model_copy(update={"model": ModelSpec(path=str(models[0])), "output": str(folder / "run")})
+    (folder / "spec.yaml").write_text(resolved_yaml(spec))
+    assert finish(["run", str(folder / "spec.yaml"), "--plain"], folder / "log", timeout_s=600) == 0
+    found = read_series(folder / "run" / "reward_model" / "metrics.jsonl", "validation/accuracy")
+    (last,) = (folder / "run" / "reward_model" / "checkpoints").glob("step_*")
+    return last / "weights", [accuracy for _, accuracy in found]
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_a_reward_model_tells_right_sums_from_wrong_ones_that_it_never_saw(judge: tuple[Path, list[float]]) -> None:
+    _, accuracies = judge
+    assert accuracies[0] < 0.7 and accuracies[-1] > 0.85, accuracies
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_a_policy_gains_from_a_reward_model_alone(
+    models: tuple[Path, Path], judge: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    judged = f"reward_model={{paths: [{judge[0]}], environment_weight: 0.0}}"
+    assert gain(models[0], tmp_path, "algorithm.preset=grpo", judged) >= GAIN

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.spec.experiment import RlStageSpec
-from nemo_rl_like.training.dataflow import adapt_kl, collect, standard
+from nemo_rl_like.training.dataflow import adapt_kl, collect, on_pairs, standard
 from nemo_rl_like.training.reinforcement import dataflow_of
 from nemo_rl_like.training.step_services import StepServices
 
@@ -50,6 +50,17 @@ def test_a_step_runs_its_services_in_order_and_reports_their_metrics() -> None:
     assert report.metrics == {"reward": 0.5, "gap/p99": 0.0, "advantages/std": 1.0, "loss": 0.1, "kl/k1": 0.4}
 
 
+@pytest.mark.parametrize("found", ["pairs", None])
+def test_a_step_on_pairs_updates_only_where_two_samples_differ(found: str | None) -> None:
+    run = services(stage(pairs={}), [])
+    run.pairs.return_value = (found, {"pairs": 2.0 if found else 0.0})
+    run.update_on_pairs.return_value = {"loss": 0.7}
+    report = on_pairs(run, 3)
+    order = [call[0] for call in run.method_calls]
+    assert order == ["rollout", "pairs", *(["update_on_pairs"] if found else [])]
+    assert report.metrics == {"reward": 0.5, "pairs": 2.0, "loss": 0.7} if found else {"reward": 0.5, "pairs": 0.0}
+
+
 def test_dynamic_sampling_draws_what_is_missing_and_numbers_groups_on() -> None:
     run = services(stage(dynamic_sampling={}), [1, 2, 1])
     made = collect(run, 1)
@@ -77,10 +88,11 @@ def test_an_adaptive_kl_moves_towards_its_target_for_the_next_step() -> None:
 
 
 def test_a_loop_is_found_by_file_and_function(tmp_path: Any) -> None:
-    assert dataflow_of(None) is standard
-    found = dataflow_of("docs/custom_loop.py:step")
+    assert dataflow_of(RlStageSpec()) is standard
+    assert dataflow_of(stage(pairs={})) is on_pairs
+    found = dataflow_of(RlStageSpec(loop="docs/custom_loop.py:step"))
     assert list(inspect.signature(found).parameters) == ["run", "number"]
     with pytest.raises(SpecError, match="has no function 'stp'; it has .*step"):
-        dataflow_of("docs/custom_loop.py:stp")
+        dataflow_of(RlStageSpec(loop="docs/custom_loop.py:stp"))
     with pytest.raises(InputError, match="loop: .*no such file"):
-        dataflow_of(f"{tmp_path}/none.py:step")
+        dataflow_of(RlStageSpec(loop=f"{tmp_path}/none.py:step"))

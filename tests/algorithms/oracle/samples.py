@@ -53,6 +53,8 @@ class Sample:
     limit: int
     """Most tokens that could be sampled."""
     tokens: list[Tok]
+    opponent: float = 0.0
+    """Reward of the opponent's answer to the prompt."""
 
 
 def trained(sample: Sample) -> list[int]:

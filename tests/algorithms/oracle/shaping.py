@@ -13,6 +13,7 @@ from nemo_rl_like.spec.algorithm import (
     OverlongShaping,
     ScaleShaping,
     StopProperlyShaping,
+    WinRateShaping,
 )
 
 from .samples import Sample, trained, valid_groups
@@ -80,10 +81,20 @@ def length_penalty(spec: LengthPenaltyShaping, sample: Sample, reward: float, ma
     return reward - spec.coef * max(0, len(trained(sample)) - spec.free_tokens)
 
 
+def win_rate(spec: WinRateShaping, sample: Sample, reward: float, max_new_tokens: int | None) -> float:
+    """P(the sample beats the opponent's) - 1/2: from a Bradley-Terry model of the two rewards, or 1, 1/2, 0 (2312.00886)."""
+    if spec.compare == "bradley_terry":
+        return 1 / (1 + math.exp(sample.opponent - reward)) - 0.5
+    if reward == sample.opponent:
+        return 0.0
+    return 0.5 if reward > sample.opponent else -0.5
+
+
 SHAPINGS: dict[str, Callable[[Any, Sample, float, int | None], float]] = {
     "overlong": overlong,
     "stop_properly": stop_properly,
     "clip": clip,
     "scale": scale,
     "length_penalty": length_penalty,
+    "win_rate": win_rate,
 }

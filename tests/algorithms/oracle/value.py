@@ -23,3 +23,14 @@ def value_loss(value: Tensor, target: float, old: float, clip: float | None) -> 
 def reward_model_loss(chosen: Tensor, rejected: Tensor, margin: float = 0.0, center: float = 0.0) -> Tensor:
     """-logsigmoid(s_c - s_r - margin) + center (s_c + s_r)^2."""
     return torch.log(1 + torch.exp(-(chosen - rejected - margin))) + center * (chosen + rejected) ** 2
+
+
+def rating_loss(score: Tensor, target: float) -> Tensor:
+    """(s - y)^2."""
+    return (score - target) ** 2
+
+
+def step_loss(score: Tensor, label: float) -> Tensor:
+    """-y log sigmoid(s) - (1 - y) log(1 - sigmoid(s))."""
+    right = 1 / (1 + torch.exp(-score))
+    return -label * torch.log(right) - (1 - label) * torch.log(1 - right)
