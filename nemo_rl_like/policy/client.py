@@ -40,19 +40,19 @@ class Policy:
         dtype: str,
         initialize: int | None = None,
         *,
+        name: str = POLICY,
+        score_head: bool = False,
         score_head_seed: int | None = None,
     ) -> Policy:
-        """Start the ranks and build the model of the Hugging Face `folder` on them.
+        """Start the ranks of a group `name` and build the model of the Hugging Face `folder` on them.
 
-        `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head_seed`: a model that scores, whose
-        head is drawn with this seed if the folder has none.
+        `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head`: a critic or reward model, see `host`.
         """
         layout = spec.layout
         axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
-        group = WorkerGroup.start("policy", session=session, axes=axes, threads=spec.threads_per_rank)
-        policy = cls(group)
-        scores = score_head_seed is not None
-        policy.host(folder, spec, dtype, initialize, score_head=scores, score_head_seed=score_head_seed)
+        group = WorkerGroup.start(name, session=session, axes=axes, threads=spec.threads_per_rank)
+        policy = cls(group, name)
+        policy.host(folder, spec, dtype, initialize, score_head=score_head, score_head_seed=score_head_seed)
         return policy
 
     def host(
@@ -65,7 +65,10 @@ class Policy:
         score_head: bool = False,
         score_head_seed: int | None = None,
     ) -> None:
-        """Build the model on the group's ranks under this handle's service name; `score_head`: a critic or reward model."""
+        """Build the model on the group's ranks under this handle's service name.
+
+        `score_head`: a critic or reward model; where the folder has no head it is zeros, or drawn with `score_head_seed`.
+        """
         kwargs = {
             "folder": str(folder),
             "policy": spec,

@@ -395,6 +395,15 @@ class AdaptiveKlSpec(Spec):
     """Samples over which the coefficient may double."""
 
 
+class AdaptiveEntropySpec(Spec):
+    """Moves the entropy bonus's coefficient by a fixed step, up while the entropy is below its target and down above it."""
+
+    target: PositiveFloat
+    """Entropy per trained token that is aimed at, in nats; above it there is no bonus."""
+    step: PositiveFloat = 0.005
+    """Change of the coefficient from one rollout batch to the next."""
+
+
 class KlSpec(Spec):
     """KL divergence to the reference model."""
 
@@ -575,6 +584,7 @@ NOT_WITH_PAIRS = (
     "mask_truncated",
     "top_entropy",
     "entropy_coef",
+    "adaptive_entropy",
     "distill_coef",
     "positive_nll_coef",
     "recompute_proximal",
@@ -613,7 +623,9 @@ class AlgorithmSpec(Spec):
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the step's tokens, those of highest entropy, that have a policy loss; default: all."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus; with `adaptive_entropy` that of the first step."""
+    adaptive_entropy: AdaptiveEntropySpec | None = None
+    """Let the bonus's coefficient follow the entropy; default: constant."""
     distill_coef: NonNegativeFloat = 0.0
     """Weight of teacher - proximal log-probs that is added to each token's advantage; 0 loads no teacher."""
     positive_nll_coef: NonNegativeFloat = 0.0
@@ -678,6 +690,10 @@ class AlgorithmSpec(Spec):
         if per_sequence and self.top_entropy is not None:
             raise ValueError(
                 f"`top_entropy` chooses tokens, but `policy_loss` {self.policy_loss.kind} has one value a sequence; use another loss"
+            )
+        if self.adaptive_entropy is not None and self.entropy_coef < 0:
+            raise ValueError(
+                f"`entropy_coef` is {self.entropy_coef}, and `adaptive_entropy` starts from it and never goes below 0; make it 0 or more"
             )
         weights = [c.kind for c in self.correction if c.kind in CORRECTION_WEIGHTS]
         if len(weights) > 1:

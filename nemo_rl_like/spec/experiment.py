@@ -283,6 +283,10 @@ class CriticSpec(Spec):
     """Steps at the start in which only the critic is trained."""
 
 
+OwnRanks = Literal["reference", "teacher", "critic", "reward_model"]
+"""Models beside the policy that may have ranks of their own."""
+
+
 class RlStageSpec(StageBase):
     """Reinforcement learning from an environment."""
 
@@ -310,6 +314,9 @@ class RlStageSpec(StageBase):
     """Hugging Face folder of the model whose log-probs `algorithm.distill_coef` adds; the same tokenizer as the policy's."""
     reward_model: RewardModelSpec | None = None
     """A judge of finished episodes, beside the environment's own reward or in its place."""
+    own_ranks: tuple[OwnRanks, ...] = ()
+    """Models on ranks of their own, laid out as the policy's (each reward model of an ensemble has some); the others share the policy's
+    ranks, in turn with it."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and schedule."""
     evaluate_every_steps: NonNegativeInt = 0
@@ -334,6 +341,7 @@ class RlStageSpec(StageBase):
             )
         if (self.algorithm.distill_coef > 0) != (self.teacher is not None):
             raise ValueError("`algorithm.distill_coef` above 0 and `teacher` go together: give both, or neither")
+        self._check_own_ranks()
         if self.updates_per_batch > self.prompts_per_step:
             raise ValueError(
                 f"`updates_per_batch` is {self.updates_per_batch}, more than the {self.prompts_per_step} groups of `prompts_per_step`"
@@ -345,6 +353,27 @@ class RlStageSpec(StageBase):
         if self.needs_critic:
             self.critic_or_default.optimizer.check_updates(self.steps * updates)
         return self
+
+    @property
+    def models_beside(self) -> dict[OwnRanks, int]:
+        """How many models of each role the stage has beside the policy."""
+        judges = 0 if self.reward_model is None else len(self.reward_model.paths) + len(self.reward_model.stages)
+        return {
+            "reference": int(self.algorithm.needs_reference or self.algorithm.opponent is not None),
+            "teacher": int(self.teacher is not None),
+            "critic": int(self.needs_critic),
+            "reward_model": judges,
+        }
+
+    def _check_own_ranks(self) -> None:
+        """Raise ValueError for ranks of a model that the stage does not have, or that must be beside the policy."""
+        for name in self.own_ranks:
+            if not self.models_beside[name]:
+                raise ValueError(f"`own_ranks` has {name}, but the stage has none; leave it out")
+        if "reference" in self.own_ranks and self.algorithm.opponent is not None:
+            raise ValueError(
+                "`own_ranks` has reference, but an `opponent` is decoded on policy and reference together; leave it out"
+            )
 
     @property
     def needs_critic(self) -> bool:

@@ -120,7 +120,13 @@ def _model_folder(spec: ExperimentSpec) -> Path:
 def check_devices(spec: ExperimentSpec) -> None:
     """A device for every rank, of a kind that computes what is asked for. Raises SpecError."""
     layout = spec.policy.layout
-    devices = require_devices(layout.dp * layout.pp * layout.tp, spec.cluster)
+    ranks = layout.dp * layout.pp * layout.tp
+    devices = require_devices(ranks, spec.cluster)
+    for stage in spec.stages:
+        if isinstance(stage, RlStageSpec) and stage.own_ranks:
+            groups = 1 + sum(stage.models_beside[name] for name in stage.own_ranks)
+            what = f"policy.layout` with `stages.{stage_name(stage)}.own_ranks"
+            require_devices(groups * ranks, spec.cluster, what=what)
     if spec.policy.fp8 is not None and devices.kind == "cpu" and spec.cluster.address is None:
         raise SpecError(
             "`policy.fp8` needs an NVIDIA GPU, and this host shows none; leave it out, or run on a host with one"

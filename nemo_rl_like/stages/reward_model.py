@@ -57,7 +57,13 @@ class RewardModelStage:
         with worker_group(session, "data") as workers:
             workers.host(DATA, SERVICE, kwargs)
             scorer = Policy.start(
-                session, spec.policy, model.folder, spec.model.dtype, model.initialize, score_head_seed=self._seed
+                session,
+                spec.policy,
+                model.folder,
+                spec.model.dtype,
+                model.initialize,
+                score_head=True,
+                score_head_seed=self._seed,
             )
             try:
                 scorer.start_training(stage.optimizer, stage.steps)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel
 from nemo_rl_like.cluster.group import WorkerGroup
-from nemo_rl_like.policy.client import CRITIC, Policy, TrainedModels
-from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
+from nemo_rl_like.policy.client import Policy, TrainedModels
+from nemo_rl_like.spec.experiment import ExperimentSpec, OwnRanks, RlStageSpec
 from nemo_rl_like.stages.preflight import (
     check_checkpoints,
     check_critic,
@@ -81,29 +81,28 @@ class RlStage:
     def _models(
         self, context: StageContext, model: StartModel, judges: Sequence[Path]
     ) -> Iterator[tuple[RlModels, RunEngine]]:
-        """The models that the algorithm reads, all on the policy's ranks, and the engine."""
+        """The models that the algorithm reads, on the policy's ranks or on ranks of their own, and the engine."""
         spec, stage = self.spec, self.stage
         session = shared_session(spec.cluster, context.run_folder)
-        policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
-        host = partial(self._host, policy.group)
-        try:
+        with ExitStack() as stack:
+            policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+            stack.callback(policy.group.shutdown)
+            host = partial(self._host, policy.group, stack)
             needs_reference = stage.algorithm.needs_reference or stage.algorithm.opponent is not None
             reference = host("reference", model.folder, model.initialize) if needs_reference else None
-            models = RlModels(
-                policy,
-                reference=reference,
-                teacher=host("teacher", Path(stage.teacher)) if stage.teacher is not None else None,
-                critic=self._critic(policy.group, model) if stage.needs_critic else None,
-                judges=tuple(host(f"reward-model-{i}", folder) for i, folder in enumerate(judges)),
-                opponent=self._opponent(policy, reference),
+            teacher = None if stage.teacher is None else host("teacher", Path(stage.teacher))
+            critic = None
+            if stage.needs_critic:
+                path = stage.critic_or_default.path
+                start = (model.folder, model.initialize) if path is None else (Path(path), None)
+                critic = host("critic", *start, score_head=True)
+            scorers = tuple(
+                host("reward_model", folder, service=f"reward-model-{i}") for i, folder in enumerate(judges)
             )
+            opponent = self._opponent(policy, reference)
             engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
-            try:
-                yield models, engine
-            finally:
-                engine.close()
-        finally:
-            policy.group.shutdown()
+            stack.callback(engine.close)
+            yield RlModels(policy, reference, teacher, critic, scorers, opponent), engine
 
     def _opponent(self, policy: Policy, reference: Policy | None) -> EngineClient | None:
         opponent = self.stage.algorithm.opponent
@@ -118,16 +117,25 @@ class RlStage:
             return []
         return [*(Path(path) for path in judge.paths), *(weights_of(inputs[name]) for name in judge.stages)]
 
-    def _critic(self, group: WorkerGroup, model: StartModel) -> Policy:
-        path = self.stage.critic_or_default.path
-        if path is not None:
-            return self._host(group, CRITIC, Path(path), score_head=True)
-        return self._host(group, CRITIC, model.folder, model.initialize, score_head=True)
-
     def _host(
-        self, group: WorkerGroup, name: str, folder: Path, initialize: int | None = None, *, score_head: bool = False
+        self,
+        shared: WorkerGroup,
+        stack: ExitStack,
+        model: OwnRanks,
+        folder: Path,
+        initialize: int | None = None,
+        *,
+        service: str = "",
+        score_head: bool = False,
     ) -> Policy:
-        """A further model on the policy's ranks."""
-        found = Policy(group, name)
-        found.host(folder, self.spec.policy, self.spec.model.dtype, initialize, score_head=score_head)
+        """A further model: on the policy's ranks in turn with it, or on ranks of its own, which end with the stack."""
+        spec, name = self.spec, service or model
+        if model not in self.stage.own_ranks:
+            found = Policy(shared, name)
+            found.host(folder, spec.policy, spec.model.dtype, initialize, score_head=score_head)
+            return found
+        found = Policy.start(
+            shared.session, spec.policy, folder, spec.model.dtype, initialize, name=name, score_head=score_head
+        )
+        stack.callback(found.group.shutdown)
         return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import ray
 
-from nemo_rl_like.algorithms import kl
+from nemo_rl_like.algorithms import entropy, kl
 from nemo_rl_like.observe.terminal import Sample
 from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.training.recipe import StepReport
@@ -25,7 +25,7 @@ def standard(run: StepServices, step: int) -> StepReport:
     batch = run.values(batch)
     prepared = run.advantages(step, batch)
     metrics = {**rollout.metrics, **seen, **prepared.metrics, **run.update(step, prepared)}
-    return report(rollout.summary, prepared, {**metrics, **adapt_kl(run, metrics)})
+    return report(rollout.summary, prepared, {**metrics, **adapt_kl(run, metrics), **adapt_entropy(run, metrics)})
 
 
 def on_pairs(run: StepServices, step: int) -> StepReport:
@@ -81,6 +81,17 @@ def adapt_kl(run: StepServices, metrics: Mapping[str, float]) -> dict[str, float
         samples = run.spec.prompts_per_step * run.spec.samples_per_prompt
         run.kl_coef = kl.adapted(now, metrics["kl/k1"], spec.adaptive.target, spec.adaptive.horizon, samples)
     return {"kl/coef": now} if spec.coef else {}
+
+
+def adapt_entropy(run: StepServices, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The coefficient of the entropy bonus in this step; `adaptive_entropy` moves it for the next."""
+    options, now = run.spec.algorithm.adaptive_entropy, run.entropy_coef
+    if options is None:
+        return {}
+    if "entropy" in metrics:
+        run.entropy_level = entropy.adapted(run.entropy_level, metrics["entropy"], options)
+        run.entropy_coef = entropy.active(run.entropy_level, metrics["entropy"], options)
+    return {"entropy/coef": now}
 
 
 def report(summary: RolloutSummary, prepared: PreparedStep | None, metrics: Mapping[str, float]) -> StepReport:

@@ -32,14 +32,16 @@ ROLLOUT = "rollout"
 STEPS = "steps"
 
 
-def objective_of(spec: RlStageSpec, kl_coef: float | None = None) -> PolicyGradient:
-    """The loss that the stage's algorithm block describes; `kl_coef` takes the place of the block's.
+def objective_of(spec: RlStageSpec, kl_coef: float | None = None, entropy_coef: float | None = None) -> PolicyGradient:
+    """The loss that the stage's algorithm block describes; `kl_coef` and `entropy_coef` take the place of the block's.
 
     A single update of a step takes the current log-probs as proximal ones, unless the advantages read them before.
     """
     algorithm = spec.algorithm
     if kl_coef is not None and kl_coef != algorithm.kl.coef:
         algorithm = algorithm.model_copy(update={"kl": algorithm.kl.model_copy(update={"coef": kl_coef})})
+    if entropy_coef is not None:
+        algorithm = algorithm.model_copy(update={"entropy_coef": entropy_coef})
     single = spec.updates_per_batch * spec.epochs == 1 and algorithm.recompute_proximal == "auto"
     return PolicyGradient(
         algorithm,
@@ -83,6 +85,10 @@ class StepServices:
     """File that records every episode."""
     kl_coef: float = field(init=False)
     """Coefficient of the KL in the next step."""
+    entropy_coef: float = field(init=False)
+    """Coefficient of the entropy bonus in the next step."""
+    entropy_level: float = field(init=False)
+    """What `adaptive_entropy` moves; the coefficient is this or 0."""
     updates: dict[str, int] = field(default_factory=lambda: {POLICY: 0, CRITIC: 0})
     """Optimizer steps made, by model."""
     timings: Timings = field(default_factory=Timings)
@@ -92,6 +98,7 @@ class StepServices:
 
     def __post_init__(self) -> None:
         self.kl_coef = self.spec.algorithm.kl.coef
+        self.entropy_coef = self.entropy_level = self.spec.algorithm.entropy_coef
         tasks = cast(TaskList, self.workers.call(ROLLOUT, "task_list", "train", what="list of training tasks"))
         self._order = TaskOrder(tasks, self.seed)
         self._position = self._order.start()
@@ -99,7 +106,7 @@ class StepServices:
     @property
     def objective(self) -> PolicyGradient:
         """The loss of the next step."""
-        return objective_of(self.spec, self.kl_coef)
+        return objective_of(self.spec, self.kl_coef, self.entropy_coef)
 
     def start_training(self) -> None:
         """Make the optimizers of policy and critic."""
@@ -117,6 +124,8 @@ class StepServices:
             "version": self.engine.version,
             "recorded": self._recorded,
             "kl_coef": self.kl_coef,
+            "entropy_coef": self.entropy_coef,
+            "entropy_level": self.entropy_level,
         }
 
     def load_state(self, state: Mapping[str, JSON]) -> None:
@@ -125,6 +134,9 @@ class StepServices:
         self._recorded = cast(int, state.get("recorded", 0))
         self.engine.version = cast(int, state.get("version", 0))
         self.kl_coef = cast(float, state.get("kl_coef", self.spec.algorithm.kl.coef))
+        start = self.spec.algorithm.entropy_coef
+        self.entropy_coef = cast(float, state.get("entropy_coef", start))
+        self.entropy_level = cast(float, state.get("entropy_level", start))
         position = cast(Mapping[str, str | int] | None, state.get("position"))
         if position is not None:
             self._position = DataPosition(str(position["dataset_sha256"]), int(position["consumed"]))

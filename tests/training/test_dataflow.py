@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.spec.experiment import RlStageSpec
-from nemo_rl_like.training.dataflow import adapt_kl, collect, on_pairs, standard
+from nemo_rl_like.training.dataflow import adapt_entropy, adapt_kl, collect, on_pairs, standard
 from nemo_rl_like.training.reinforcement import dataflow_of
 from nemo_rl_like.training.step_services import StepServices
 
@@ -20,6 +20,7 @@ def services(spec: RlStageSpec, spreads: list[int]) -> Any:
     """Stand-in services whose n-th rollout has `spreads[n]` groups with spread."""
     run = create_autospec(StepServices, instance=True)
     run.spec, run.kl_coef = spec, spec.algorithm.kl.coef
+    run.entropy_coef = run.entropy_level = spec.algorithm.entropy_coef
     left = list(spreads)
     summary = SimpleNamespace(metrics=lambda: {"reward": 0.5}, samples=())
     run.rollout.side_effect = lambda step, prompts, first_group=0: (f"batch from {first_group}", summary)
@@ -85,6 +86,17 @@ def test_an_adaptive_kl_moves_towards_its_target_for_the_next_step() -> None:
     assert adapt_kl(run, {"kl/k1": 0.4}) == {"kl/coef": 0.1}
     assert run.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 32 / 320))
     assert adapt_kl(run, {}) == {"kl/coef": pytest.approx(0.102)}  # a step that did not train the policy measures none
+
+
+def test_an_adaptive_entropy_bonus_rises_below_its_target_and_rests_above_it() -> None:
+    run = services(stage(adaptive_entropy={"target": 0.2, "step": 0.01}, entropy_coef=0.005), [])
+    seen = []
+    for measured in (0.1, 0.1, 0.3, 0.2, 0.5, 0.5, 0.5, 0.1):
+        assert adapt_entropy(run, {"entropy": measured}) == {"entropy/coef": seen[-1] if seen else 0.005}
+        seen.append(run.entropy_coef)
+    assert seen == pytest.approx([0.015, 0.025, 0.0, 0.015, 0.0, 0.0, 0.0, 0.01])
+    assert adapt_entropy(run, {}) == {"entropy/coef": pytest.approx(0.01)}
+    assert adapt_entropy(services(stage(), []), {"entropy": 0.1}) == {}
 
 
 def test_a_loop_is_found_by_file_and_function(tmp_path: Any) -> None:
