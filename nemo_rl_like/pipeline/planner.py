@@ -17,6 +17,8 @@ STAGE_CLASSES: Mapping[str, str] = {
     "sft": "nemo_rl_like.stages.sft:SftStage",
     "rl": "nemo_rl_like.stages.rl:RlStage",
     "preference": "nemo_rl_like.stages.preference:PreferenceStage",
+    "distill": "nemo_rl_like.stages.distill:DistillStage",
+    "teacher_logits": "nemo_rl_like.stages.teacher_logits:TeacherLogitsStage",
     "evaluate": "nemo_rl_like.stages.evaluate:EvaluateStage",
     "export": "nemo_rl_like.stages.export:ExportStage",
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.spec.distill import TeacherLogitsStageSpec
 from nemo_rl_like.spec.experiment import (
     TRAINING_STAGES,
     EvaluateStageSpec,
@@ -49,7 +50,7 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
         )
         if isinstance(stage, ExportStageSpec) and not sources:
             problems.append(
-                f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference` or `rl` before it"
+                f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference`, `distill` or `rl` before it"
             )
         wires.append(Wire(name, stage, sources))
     if problems:
@@ -60,6 +61,8 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
 def _sources(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[tuple[str, ...], str]:
     """Names of the stages that `stage` takes artifacts from, and the field that may name them."""
     makers = _makers(before)
+    if isinstance(stage, TeacherLogitsStageSpec):
+        return (), ""
     if isinstance(stage, EvaluateStageSpec):
         return stage.checkpoints or makers, "checkpoints"
     given, field = (

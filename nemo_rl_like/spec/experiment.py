@@ -8,8 +8,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from nemo_rl_like.spec.algorithm import CRITIC, GROUP_RELATIVE, AlgorithmSpec, PassAtKAdvantage
 from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, SamplingSpec, StageBase
 
 DType = Literal["float32", "bfloat16"]
 
@@ -199,19 +200,6 @@ class EnvironmentSpec(Spec):
         if self.name is None and self.prompts is None:
             raise ValueError("`reward` and `reward_url` need `prompts`, a JSONL file")
         return self
-
-
-class SamplingSpec(Spec):
-    """How training rollouts sample. Filters (top-p, top-k, min-p, penalties) do not exist here: they would bias the log-probs."""
-
-    temperature: PositiveFloat = 1.0
-    """Divides the logits."""
-    max_new_tokens: PositiveInt = 256
-    """Longest response over all turns, in tokens."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Further token ids that end a turn, beside the tokenizer's end token."""
-    ignore_stop: bool = False
-    """Always make `max_new_tokens` tokens (benchmarks)."""
 
 
 class SftDataSpec(Spec):
@@ -410,10 +398,16 @@ class ExportStageSpec(StageBase):
 
 RlStageSpec.model_rebuild()
 StageSpec = Annotated[
-    SftStageSpec | RlStageSpec | PreferenceStageSpec | EvaluateStageSpec | ExportStageSpec,
+    SftStageSpec
+    | RlStageSpec
+    | PreferenceStageSpec
+    | DistillStageSpec
+    | TeacherLogitsStageSpec
+    | EvaluateStageSpec
+    | ExportStageSpec,
     Field(discriminator="kind"),
 ]
-TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec)
+TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec, DistillStageSpec)
 """Stages that train a model: each makes a checkpoint."""
 
 
