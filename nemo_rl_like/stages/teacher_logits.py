@@ -49,6 +49,8 @@ class TeacherLogitsStage:
         """Write the shards that are not there yet, then the manifest."""
         folder = context.folder / LOGITS
         folder.mkdir(exist_ok=True)
+        for left in folder.glob(".tmp-*"):  # of a start that was killed
+            left.unlink()
         session = shared_session(self.spec.cluster, context.run_folder)
         with worker_group(session, "data") as workers:
             self._host_data(workers, context.folder, folder)

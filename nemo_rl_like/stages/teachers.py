@@ -27,11 +27,19 @@ LOGITS = "logits"
 
 def teacher_checks(spec: ExperimentSpec, block: TeachersSpec) -> list[Callable[[], object]]:
     """What can be found wrong with the teachers before anything starts."""
-    each: list[Callable[[], object]] = [
-        partial(check_teacher, spec, teacher.path, f"teachers.{number}.path")
-        for number, teacher in enumerate(block.teachers)
-    ]
-    return [*each, lambda: tokens_asked(block, config_of(spec))]
+    each = [partial(_check_teacher, spec, block, number) for number in range(len(block.teachers))]
+    return [lambda: tokens_asked(block, config_of(spec)), *each]
+
+
+def _check_teacher(spec: ExperimentSpec, block: TeachersSpec, number: int) -> None:
+    """A teacher fits the policy, and has as many tokens as it is asked for. Raises InputError, SpecError."""
+    field, path = f"teachers.{number}.path", block.teachers[number].path
+    check_teacher(spec, path, field)
+    asked, has = tokens_asked(block, config_of(spec)), ModelConfig.from_hf_folder(Path(path)).vocab_size
+    if has < asked:
+        raise SpecError(
+            f"`top_k` is {block.top_k}, which asks for {asked} tokens at each place, and `{field}` {path} has {has}; lower `top_k`"
+        )
 
 
 def tokens_asked(block: TeachersSpec, config: ModelConfig) -> int:
