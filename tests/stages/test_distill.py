@@ -100,11 +100,11 @@ def weights(output: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.service
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_student_comes_closer_to_its_teachers_and_survives_kills(folder: Path) -> None:
     whole, cut = folder / "whole", folder / "cut"
     log = folder / "log"
-    assert finish(["run", str(written(folder, whole))], log) == 0, log.read_text()
+    assert finish(["run", str(written(folder, whole))], log, timeout_s=600) == 0, log.read_text()
     stored = StoredLogits(whole / "teacher_logits" / "logits")
     assert stored.of(119).ids.shape[1] == 4 and len(stored.origin.teachers) == 2
     for stage in ("stored", "live"):
@@ -114,8 +114,8 @@ def test_a_student_comes_closer_to_its_teachers_and_survives_kills(folder: Path)
     last = lines(whole, "live")[-1]
     assert 0 < last["completions/mean_length"] <= 4 and last["gap/p99"] < 1e-3
     spec = written(folder, cut)
-    assert finish(["run", str(spec)], log, fault="optimizer.mid:14") != 0
-    assert finish(["run", str(spec), "--resume"], log) == 0, log.read_text()
+    assert finish(["run", str(spec)], log, 600, fault="optimizer.mid:14") != 0
+    assert finish(["run", str(spec), "--resume"], log, timeout_s=600) == 0, log.read_text()
     assert weights(cut) == weights(whole)
     assert lines(cut, "live") == lines(whole, "live") and lines(cut, "stored") == lines(whole, "stored")
 
