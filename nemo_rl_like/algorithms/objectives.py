@@ -26,6 +26,8 @@ class Outputs:
     """[M] in nats, if asked for."""
     collision: Tensor | None = None
     """[M] log sum_v p(v)^2, without gradient, if asked for."""
+    candidates: Tensor | None = None
+    """[M, K] current log-probs of `StepStats.candidates`, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class StepStats:
     """[N] further per-token inputs of the loss, by name."""
     lengths: Tensor = field(default_factory=lambda: torch.zeros(0))
     """float32 [sequences] trained tokens of each sequence, for losses that look at sequences."""
+    candidates: Tensor | None = None
+    """int [N, K] token ids whose log-probs the loss reads at each place, beside that of the token that stands there."""
 
 
 @dataclass(frozen=True, slots=True)

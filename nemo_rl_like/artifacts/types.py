@@ -30,7 +30,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class Dataset(Artifact):
-    """Examples or prompts: a JSONL file."""
+    """Examples or prompts: a JSONL file, or a folder of what teachers say of one."""
 
 
 @dataclass(frozen=True, slots=True)

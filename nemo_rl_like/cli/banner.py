@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nemo_rl_like.cluster.devices import visible_devices
 from nemo_rl_like.observe.terminal import Banner, preference_batch, rl_batch, sft_batch
+from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec, StageSpec, stage_name
 from nemo_rl_like.spec.loader import spec_hash
 from nemo_rl_like.spec.preference import PreferenceStageSpec
@@ -65,7 +66,7 @@ def _model(spec: ExperimentSpec) -> str:
 
 
 def _batch(stage: StageSpec) -> list[str]:
-    if isinstance(stage, SftStageSpec | RewardModelStageSpec):
+    if isinstance(stage, SftStageSpec | RewardModelStageSpec | DistillStageSpec):
         return [sft_batch(stage.examples_per_step, stage.steps)]
     if isinstance(stage, PreferenceStageSpec):
         return [preference_batch(stage.pairs_per_step, stage.steps, unpaired=stage.unpaired)]

@@ -9,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_rl_like.artifacts.errors import InputError, SpecError
+from nemo_rl_like.artifacts.hashing import hash_json
 from nemo_rl_like.spec.experiment import TokenizerSpec
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -94,3 +95,9 @@ def _check_json(file: Path) -> None:
         raise InputError(
             f"tokenizer: {file}: is not valid JSON ({error}); the file is damaged, copy it again"
         ) from error
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hash of what makes ids of conversations: vocabulary, chat template, and the ids of special tokens."""
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id]
+    return hash_json({"vocabulary": tokenizer.get_vocab(), "template": tokenizer.chat_template, "special": special})

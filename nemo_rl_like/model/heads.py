@@ -127,6 +127,13 @@ def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:
         return torch.cat(shards, dim=1)[:, : head.vocab_size]
 
 
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """float32 [c, V] hidden @ weight.T / temperature of `hidden` [c, H] and `weight` [V, H], a new tensor."""
+    if hidden.dtype == torch.float32:
+        return (hidden if temperature == 1.0 else hidden / temperature) @ weight.t()
+    return (hidden @ weight.t()).float().div_(temperature)
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """What is computed beside log-probs."""
@@ -294,10 +301,7 @@ class _Shard:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """float32 [c, V] logits / temperature of this rank's tokens, a new tensor."""
-        weight = self.weight[: self.real_rows]
-        if hidden.dtype == torch.float32:
-            return (hidden if self.temperature == 1.0 else hidden / self.temperature) @ weight.t()
-        return (hidden @ weight.t()).float().div_(self.temperature)
+        return scaled_logits(hidden, self.weight[: self.real_rows], self.temperature)
 
     def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each target is on this rank, and its row here (some row where it is not)."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import nemo_rl_like
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import JSON, canonical_json, fingerprint_path, hash_json, hash_path
+from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.experiment import (
     EnvironmentSpec,
     EvaluateStageSpec,
@@ -68,7 +69,8 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     values |= model_ingredients(spec)
     if uses_environment(stage) and spec.environment is not None:
         values |= _flat("environment", spec.environment.model_dump(mode="json", exclude={"processes"}))
-    if isinstance(stage, RlStageSpec | EvaluateStageSpec):
+    samples = isinstance(stage, DistillStageSpec) and stage.sampled_per_step > 0
+    if samples or isinstance(stage, RlStageSpec | EvaluateStageSpec):
         values |= _flat("engine", spec.engine.model_dump(mode="json", include=_ENGINE_RESULTS))
     values |= _flat("file", _stage_files(stage, spec))
     values |= _flat("input", {name: {"key": key, "content": content} for name, (key, content) in inputs.items()})
@@ -95,10 +97,17 @@ def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:
 def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
     """Content hashes of the files that the stage reads beside the model, by dotted path."""
     hashes: dict[str, str] = {}
-    if isinstance(stage, SftStageSpec | PreferenceStageSpec | RewardModelStageSpec) and stage.data.path is not None:
+    reads = SftStageSpec | PreferenceStageSpec | RewardModelStageSpec | DistillStageSpec | TeacherLogitsStageSpec
+    if isinstance(stage, reads) and stage.data.path is not None:
         hashes["data.path"] = hash_path(_existing("data.path", stage.data.path))
     if isinstance(stage, RlStageSpec):
         hashes |= _rl_files(stage)
+    if isinstance(stage, DistillStageSpec | TeacherLogitsStageSpec):
+        for number, teacher in enumerate(stage.teachers):
+            field = f"teachers.{number}.path"
+            hashes[field] = fingerprint_path(_existing(field, teacher.path))
+    if isinstance(stage, DistillStageSpec) and stage.data.stored_logits is not None:
+        hashes["data.stored_logits"] = hash_path(_existing("data.stored_logits", stage.data.stored_logits))
     if uses_environment(stage) and spec.environment is not None:
         hashes |= _environment_files(spec.environment)
     return hashes

@@ -18,6 +18,8 @@ STAGE_CLASSES: Mapping[str, str] = {
     "rl": "nemo_rl_like.stages.rl:RlStage",
     "preference": "nemo_rl_like.stages.preference:PreferenceStage",
     "reward_model": "nemo_rl_like.stages.reward_model:RewardModelStage",
+    "distill": "nemo_rl_like.stages.distill:DistillStage",
+    "teacher_logits": "nemo_rl_like.stages.teacher_logits:TeacherLogitsStage",
     "evaluate": "nemo_rl_like.stages.evaluate:EvaluateStage",
     "export": "nemo_rl_like.stages.export:ExportStage",
 }

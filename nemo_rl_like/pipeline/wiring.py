@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.spec.distill import TeacherLogitsStageSpec
 from nemo_rl_like.spec.experiment import (
     TRAINING_STAGES,
     EvaluateStageSpec,
@@ -55,7 +56,7 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
         sources = tuple(source for one in taken for source in one.sources)
         if isinstance(stage, ExportStageSpec) and not sources:
             problems.append(
-                f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference` or `rl` before it"
+                f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference`, `distill` or `rl` before it"
             )
         wires.append(Wire(name, stage, sources))
     if problems:
@@ -80,6 +81,8 @@ class _Taken:
 def _taken(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[_Taken, ...]:
     """What `stage` takes from earlier stages."""
     makers = _names(before, TRAINING_STAGES)
+    if isinstance(stage, TeacherLogitsStageSpec):
+        return ()
     if isinstance(stage, EvaluateStageSpec):
         return (_Taken(stage.checkpoints or makers, "checkpoints", TRAINING_STAGES, "a checkpoint"),)
     if isinstance(stage, ExportStageSpec):

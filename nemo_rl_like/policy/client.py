@@ -14,6 +14,7 @@ from nemo_rl_like.checkpoint.layout import SECTIONS
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.policy.gap import GapLimit
+from nemo_rl_like.policy.top import TopK
 from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
@@ -48,12 +49,16 @@ class Policy:
 
         `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head`: a critic or reward model, see `host`.
         """
-        layout = spec.layout
-        axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
-        group = WorkerGroup.start(name, session=session, axes=axes, threads=spec.threads_per_rank)
-        policy = cls(group, name)
+        policy = cls(cls.start_ranks(session, spec, name), name)
         policy.host(folder, spec, dtype, initialize, score_head=score_head, score_head_seed=score_head_seed)
         return policy
+
+    @staticmethod
+    def start_ranks(session: RaySession, spec: PolicySpec, name: str = POLICY) -> WorkerGroup:
+        """Start the ranks alone, for models to be hosted on."""
+        layout = spec.layout
+        axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
+        return WorkerGroup.start(name, session=session, axes=axes, threads=spec.threads_per_rank)
 
     def host(
         self,
@@ -108,9 +113,19 @@ class Policy:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens."""
         return cast(ray.ObjectRef, self.group.call(self.service, "values", batch, what=what))
 
-    def loss(self, batch: ray.ObjectRef, objective: Objective, what: str = "validation") -> dict[str, float]:
+    def top_logprobs(
+        self, batch: ray.ObjectRef, asked: TopK, what: str = "teacher's log-probs"
+    ) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """References to ids int32 [N, K] and log-probs float32 [N, K]; see `PolicyRank.top_logprobs`."""
+        got = self.group.call(self.service, "top_logprobs", batch, asked, what=what)
+        return cast(tuple[ray.ObjectRef, ray.ObjectRef], got)
+
+    def loss(
+        self, batch: ray.ObjectRef, objective: Objective, what: str = "validation", temperature: float = 1.0
+    ) -> dict[str, float]:
         """Metrics of the objective without a step."""
-        return cast(dict[str, float], self.group.call(self.service, "evaluate_loss", batch, objective, what=what))
+        got = self.group.call(self.service, "evaluate_loss", batch, objective, temperature, what=what)
+        return cast(dict[str, float], got)
 
     def score(self, rows: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """Log-probs at temperature 1 of each row's tokens but the first."""

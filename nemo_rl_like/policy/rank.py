@@ -29,7 +29,9 @@ from nemo_rl_like.model.scratch import FreshScoreReader
 from nemo_rl_like.policy.ddp import DistributedDataParallel, run_schedule, wrap_ddp
 from nemo_rl_like.policy.gap import GAP_METRICS, GapExceeded, GapLimit, rollout_gap
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
+from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
+from nemo_rl_like.policy.top import TopK, top_of_batch
 from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.tokens.batch import TokenBatch
@@ -163,12 +165,12 @@ class PolicyRank:
         faults.point("optimizer.mid")
         return {**metrics, "grad_norm": step.grad_norm, "lr": step.lr, "trained_rows": float(stats.live_rows.sum())}
 
-    def evaluate_loss(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
-        """The objective's metrics on the whole batch at temperature 1, without a step."""
+    def evaluate_loss(self, batch: TokenBatch, objective: Objective, temperature: float = 1.0) -> dict[str, float]:
+        """The objective's metrics on the whole batch, without a step."""
         if objective.looks_first:
-            batch = self._looked_at(batch, 1.0)
+            batch = self._looked_at(batch, temperature)
         stats = objective.prepare(batch)
-        walked = self._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=False)
+        walked = self._walk(batch, stats.live_rows, Walk(temperature, objective, stats), training=False)
         return self._report(batch, stats.live_rows, walked, objective.metric_names, None)
 
     def logprobs(
@@ -184,6 +186,15 @@ class PolicyRank:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens; 0 elsewhere."""
         walked = self._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False)
         return ray.put(walked.logprobs.cpu())
+
+    def top_logprobs(self, batch: TokenBatch, asked: TopK) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """References to the likeliest tokens at the places of the batch's trained tokens, as a teacher tells them.
+
+        Ids int32 [N, K] and log-probs float32 [N, K], likeliest first; 0 where not asked. Raises ValueError for a model with a
+        score head.
+        """
+        ids, logprobs = top_of_batch(self.model, batch, asked, self._spec)
+        return ray.put(ids.cpu()), ray.put(logprobs.cpu())
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of every token after the first of each row (weight-sync probes)."""
@@ -218,14 +229,17 @@ class PolicyRank:
         sums = torch.zeros(len(names), dtype=torch.float32, device=device)
         inputs = {} if walk.stats is None else {k: v.to(device) for k, v in walk.stats.values.items()}
         weights = flat if walk.stats is None else walk.stats.weights.to(device)
+        candidates = None if walk.stats is None else walk.stats.candidates
+        if candidates is not None:
+            candidates = candidates.to(device)
 
         def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, partial[object]]:
             micro_batch = next(iterator).to(device, self.model.dtype)
             return model(micro_batch), partial(score, micro_batch)
 
         def score(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-            outputs = self._outputs(hidden, micro_batch, walk)
             index = micro_batch.source_index
+            outputs = self._outputs(hidden, micro_batch, walk, None if candidates is None else candidates[index])
             flat[index] = outputs.logprobs.detach()
             if walk.keep_entropy and outputs.entropy is not None:
                 entropy[index] = outputs.entropy.detach()
@@ -240,28 +254,29 @@ class PolicyRank:
         run_schedule(self._ddp if training and self._ddp else self.model, micro_batches, forward, training=training)
         return Walked(*self._share(flat, entropy, sums))
 
-    def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk) -> Outputs:
+    def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
+        """What the head says of the pass's tokens, and of further `candidates` [M, K] in their places."""
         if self.config.score_head:
             return Outputs(token_scores(hidden, self.model))
+        targets = micro_batch.targets
+        if candidates is not None:
+            targets = torch.cat([targets[:, None], candidates.long()], dim=1)
         out = token_logprobs(
             hidden,
             output_head(self.model),
-            micro_batch.targets,
+            targets,
             temperature=walk.temperature,
             chunk_tokens=self._spec.logprob_chunk_tokens,
             want_entropy=walk.with_entropy,
             want_collision=walk.with_collision,
         )
-        return Outputs(out.logprobs, out.entropy, out.collision)
+        if candidates is None:
+            return Outputs(out.logprobs, out.entropy, out.collision)
+        return Outputs(out.logprobs[:, 0], out.entropy, out.collision, out.logprobs[:, 1:])
 
     def _share(self, *parts: Tensor) -> Sequence[Tensor]:
         """What the last stages computed, summed over data-parallel ranks, on every rank: one all-reduce."""
-        tells = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        whole = torch.cat(parts)
-        if not tells:
-            whole.zero_()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(whole)
+        whole = from_last_stages(torch.cat(parts))
         shared: Sequence[Tensor] = whole.split([part.numel() for part in parts])
         return shared
 
@@ -276,7 +291,7 @@ class PolicyRank:
         """Metrics as numbers: the one device-to-host copy of a step. Raises GapExceeded and NonFinite."""
         values = walked.sums
         if gap is not None:
-            mask = batch.loss_mask & rows[batch.row_of_token]
+            mask = batch.loss_mask & rows[batch.row_of_token] & (batch.version >= 0)
             values = torch.cat([values, rollout_gap(walked.logprobs, batch.behavior, mask)])
             names = (*names, *GAP_METRICS)
         metrics = dict(zip(names, values.tolist(), strict=True))

@@ -8,9 +8,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from nemo_rl_like.spec.algorithm import CRITIC, GROUP_RELATIVE, AlgorithmSpec, PassAtKAdvantage
 from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.reward_model import RewardModelSpec, RewardModelStageSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, SamplingSpec, StageBase
 
 DType = Literal["float32", "bfloat16"]
 
@@ -208,19 +209,6 @@ class EnvironmentSpec(Spec):
     def scores(self) -> bool:
         """Whether it has a reward of its own."""
         return any(source is not None for source in (self.name, self.reward, self.reward_url))
-
-
-class SamplingSpec(Spec):
-    """How training rollouts sample. Filters (top-p, top-k, min-p, penalties) do not exist here: they would bias the log-probs."""
-
-    temperature: PositiveFloat = 1.0
-    """Divides the logits."""
-    max_new_tokens: PositiveInt = 256
-    """Longest response over all turns, in tokens."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Further token ids that end a turn, beside the tokenizer's end token."""
-    ignore_stop: bool = False
-    """Always make `max_new_tokens` tokens (benchmarks)."""
 
 
 class SftDataSpec(Spec):
@@ -459,10 +447,17 @@ class ExportStageSpec(StageBase):
 
 RlStageSpec.model_rebuild()
 StageSpec = Annotated[
-    SftStageSpec | RlStageSpec | PreferenceStageSpec | RewardModelStageSpec | EvaluateStageSpec | ExportStageSpec,
+    SftStageSpec
+    | RlStageSpec
+    | PreferenceStageSpec
+    | RewardModelStageSpec
+    | DistillStageSpec
+    | TeacherLogitsStageSpec
+    | EvaluateStageSpec
+    | ExportStageSpec,
     Field(discriminator="kind"),
 ]
-TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec)
+TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec, DistillStageSpec)
 """Stages that train a policy: each makes a checkpoint that writes text."""
 
 

@@ -20,6 +20,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.rollout.runner import check_prompt_length
+from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, RlStageSpec, stage_name
 from nemo_rl_like.stages.workers import context_tokens, environment_of
 from nemo_rl_like.training.trainer import CHECKPOINTS
@@ -52,9 +53,9 @@ def check_model(spec: ExperimentSpec) -> None:
             WeightMap(config).check(weights)
 
 
-def check_teacher(spec: ExperimentSpec, folder: str) -> None:
+def check_teacher(spec: ExperimentSpec, folder: str, field: str = "teacher") -> None:
     """The teacher's weights are there, fit the layout, and have the policy's vocabulary. Raises InputError, SpecError."""
-    _check_beside(spec, "teacher", Path(folder)).require_logits("teacher")
+    _check_beside(spec, field, Path(folder)).require_logits(field)
 
 
 def check_critic(spec: ExperimentSpec, folder: str) -> None:
@@ -148,7 +149,7 @@ def check_engine(spec: ExperimentSpec) -> None:
         )
 
 
-def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec) -> None:
+def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec | DistillStageSpec) -> None:
     """vLLM finds weights on disk when it starts. Raises SpecError for a first stage whose model is made from scratch."""
     first = next(s for s in spec.stages if isinstance(s, TRAINING_STAGES))
     if spec.engine.kind == "vllm" and spec.model.init is not None and stage == first:

@@ -72,7 +72,8 @@ class TokenBatch:
     """float32 [B] further numbers by name: `truncated`, `greedy`, `opponent`, `last_values`; of preferences `chosen`, `margin`, `mismatched`,
     `explored`."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """float32 [N] further per-token values: `turn`, `turn_rewards`, `proximal`, `reference`, `values`, `advantages`."""
+    """float32 [N] further per-token values: `turn`, `turn_rewards`, `proximal`, `reference`, `values`, `advantages`; [N, K] where a
+    token has K of them: `teacher_ids` (int32) and `teacher_logprobs`."""
 
     def __post_init__(self) -> None:
         n, b = self.tokens.numel(), self.prompt_lens.numel()
@@ -85,7 +86,7 @@ class TokenBatch:
         for name, value in self.columns.items():
             _expect(f"columns[{name}]", value, b)
         for name, value in self.extras.items():
-            _expect(f"extras[{name}]", value, n)
+            _expect(f"extras[{name}]", value[:, 0] if value.dim() == 2 else value, n)
         if self.cu_seqlens.numel() != b + 1 or int(self.cu_seqlens[-1]) != n:
             raise ValueError(
                 f"cu_seqlens must have {b + 1} entries and end at {n}, got {self.cu_seqlens.tolist()[-3:]}"
@@ -122,7 +123,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **values})
 
     def with_extras(self, **values: Tensor) -> TokenBatch:
-        """The same batch with further per-token values, each float32 [N]."""
+        """The same batch with further per-token values, each [N] or [N, K]."""
         return replace(self, extras={**self.extras, **values})
 
     def episodes(self) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,21 @@ class DataRecipe(ABC):
         """The batch with everything that the objective reads."""
         return batch
 
+    def _draw(self, step: int) -> DataBatch:
+        """The next examples."""
+        examples = self.plan.examples_per_step
+        with self._timings.part("data"):
+            got = self.workers.call(DATA, "batch", self._position, examples, what=f"batch of step {step}")
+        return cast(DataBatch, got)
+
+    def _train(self, step: int, batch: ray.ObjectRef) -> dict[str, float]:
+        """The optimizer step."""
+        return self.policy.train_step(batch, None, self._objective(), what=f"step {step}")
+
+    def _measure(self, batch: ray.ObjectRef) -> dict[str, float]:
+        """The validation's metrics."""
+        return self.policy.loss(batch, self._validation_objective(), "validation")
+
     def _after(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """What follows an optimizer step with these metrics; returns further ones."""
         return {}
@@ -94,14 +109,10 @@ class DataRecipe(ABC):
 
     def step(self, step: int) -> StepReport:
         """One optimizer step."""
-        with self._timings.part("data"):
-            examples = self.plan.examples_per_step
-            got = cast(
-                DataBatch, self.workers.call(DATA, "batch", self._position, examples, what=f"batch of step {step}")
-            )
+        got = self._draw(step)
         batch = self._ready(got.batch)
         with self._timings.part("update"):
-            metrics = self.policy.train_step(batch, None, self._objective(), what=f"step {step}")
+            metrics = self._train(step, batch)
         self._position = got.position
         self._updates += 1
         metrics |= {"tokens": float(got.tokens), "dropped_examples": float(got.dropped)}
@@ -126,5 +137,5 @@ class DataRecipe(ABC):
             return {}
         batch = self._ready(self._validation)
         with self._timings.part("validation"):
-            metrics = self.policy.loss(batch, self._validation_objective(), "validation")
+            metrics = self._measure(batch)
         return {f"validation/{name}": value for name, value in metrics.items()}

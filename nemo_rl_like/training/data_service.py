@@ -15,7 +15,7 @@ from nemo_rl_like.data.messages import Message
 from nemo_rl_like.data.order import DataPosition, ShuffledOrder, check_resumes
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.trained_rows import TrainedRows
-from nemo_rl_like.tokens.batch import batch_rows
+from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -113,13 +113,19 @@ class DataService(ABC, Generic[T]):
     def _rows(self, examples: Sequence[T]) -> TrainedRows:
         """The rows of these examples."""
 
+    def _finished(self, batch: TokenBatch, examples: Sequence[T]) -> TokenBatch:
+        """The batch of these examples with what else it carries."""
+        return batch
+
     def _made(self, examples: Sequence[T], position: DataPosition) -> DataBatch:
-        made = self._rows(examples)
+        return self._batched(self._rows(examples), examples, position)
+
+    def _batched(self, made: TrainedRows, examples: Sequence[T], position: DataPosition) -> DataBatch:
         if not made.rows:
             raise InputError(
                 f"{self._examples.source}: none of {len(examples)} examples can be trained: {made.dropped_untrained} "
                 f"have no assistant message and {made.dropped_too_long} are longer than the context of {self._max_tokens} tokens"
             )
-        batch = batch_rows(made.rows)
+        batch = self._finished(batch_rows(made.rows), examples)
         dropped = made.dropped_untrained + made.dropped_too_long
         return DataBatch(ray.put(batch), position, batch.tokens.numel(), dropped)

@@ -15,6 +15,8 @@ FULL: dict[str, Any] = {
         {"kind": "sft", "data": {"environment_demonstrations": True}},
         {"kind": "rl", "evaluation": {}},
         {"kind": "preference", "data": {"path": "pairs.jsonl"}, "reference_sync": {}},
+        {"kind": "distill", "data": {"path": "rows.jsonl"}, "teachers": [{"path": "teacher"}]},
+        {"kind": "teacher_logits", "data": {"path": "rows.jsonl"}, "teachers": [{"path": "teacher"}]},
         {"kind": "evaluate"},
         {"kind": "export"},
     ],

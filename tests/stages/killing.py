@@ -65,7 +65,7 @@ def write_spec(folder: Path, output: Path, *, steps: int = 8, engine: str = "emb
 
 def start(arguments: list[str], log: Path, fault: str | None = None) -> subprocess.Popen[bytes]:
     """`nrl` in a fresh session, with a small environment and its output in `log`."""
-    env = {k: os.environ[k] for k in ("PATH", "HOME", "LANG") if k in os.environ}
+    env = {k: os.environ[k] for k in ("PATH", "HOME", "LANG", "PYTHONPATH") if k in os.environ}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({"NRL_FAULT": fault} if fault else {})
     command = [str(Path(sys.executable).with_name("nrl")), *arguments]
     with log.open("ab") as stream:

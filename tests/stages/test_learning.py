@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_rl_like.data.messages import assistant, user
+from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.observe.metrics import read_series
-from nemo_rl_like.spec.experiment import ModelSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec, ModelSpec
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
 from tests.stages.killing import finish
 
@@ -71,6 +76,51 @@ def test_a_family_gains_on_held_out_sums(name: str, models: tuple[Path, Path], t
 def test_a_student_gains_from_its_teacher_alone(models: tuple[Path, Path], tmp_path: Path) -> None:
     student, teacher = models
     assert gain(student, tmp_path, "algorithm.preset=opd", f"teacher={teacher}") >= GAIN
+
+
+def accuracy(folder: Path, stage: str) -> float:
+    """Held-out greedy accuracy that an `evaluate` stage found."""
+    (result,) = json.loads((folder / "run" / stage / "report" / "report.json").read_text())["results"].values()
+    return float(result["metrics"]["eval/accuracy"])
+
+
+def taught(start: Path, folder: Path, training: dict[str, Any]) -> float:
+    """What a stage on the environment's own, often wrong, answers gains from `start` in held-out greedy accuracy."""
+    spec = load_spec(DEMO, SMALL)
+    assert spec.environment is not None
+    source = resolve(spec.environment)
+    talks = [(f"{task.id}=", source.demonstration(task)) for task in source.tasks("train")[:2000]]
+    rows = [{"messages": [asdict(user(asked)), asdict(assistant(answer))]} for asked, answer in talks]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, evaluation = {"path": str(folder / "rows.jsonl")}, {"split": "test", "max_new_tokens": 5}
+    stages = [
+        {"kind": "evaluate", "name": "before", "evaluation": evaluation},
+        {"data": data, "steps": 60, "examples_per_step": 64, "optimizer": {"lr": 3e-4}, **training},
+        {"kind": "evaluate", "name": "after", "evaluation": evaluation},
+    ]
+    raw = spec.model_dump(mode="json") | {"stages": stages, "output": str(folder / "run")}
+    made = ExperimentSpec.model_validate(raw | {"model": {"path": str(start)}})
+    (folder / "spec.yaml").write_text(resolved_yaml(made))
+    assert finish(["run", str(folder / "spec.yaml"), "--plain"], folder / "log", timeout_s=600) == 0
+    return accuracy(folder, "after") - accuracy(folder, "before")
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["the data's responses", "its own responses"])
+def test_a_student_learns_what_its_teacher_says(fraction: float, models: tuple[Path, Path], tmp_path: Path) -> None:
+    student, teacher = models
+    sampling = {"max_new_tokens": 5}
+    stage = {"kind": "distill", "teachers": [{"path": str(teacher)}], "top_k": 8, "sampling": sampling}
+    assert taught(student, tmp_path, {**stage, "on_policy_fraction": fraction}) >= GAIN
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_the_same_responses_without_a_teacher_gain_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    assert taught(models[0], tmp_path, {"kind": "sft"}) <= CONTROL
 
 
 @pytest.mark.slow

@@ -74,3 +74,13 @@ def test_rows_with_other_columns_or_extras_are_refused():
         batch_rows([plain, Row(**{**fields, "columns": {"truncated": 1.0}})])
     with pytest.raises(ValueError, match="turn has 1 entries for 2 tokens"):
         batch_rows([Row(**{**fields, "extras": {"turn": [0.0]}})])
+
+
+def test_extras_of_several_numbers_a_token_follow_their_tokens():
+    batch = batch_rows([row(0, 2, 3), row(1, 1, 2), row(2, 3, 1)])
+    told = torch.stack([batch.tokens, -batch.tokens], dim=1)
+    batch = batch.with_extras(told=told)
+    for got in (batch.select([2, 0]), concat([batch, batch]), concat([batch.select([1]), batch.select([2, 0])])):
+        assert torch.equal(got.extras["told"], torch.stack([got.tokens, -got.tokens], dim=1))
+    with pytest.raises(ValueError, match=r"extras\[told\] has 11 entries, expected 12"):
+        batch.with_extras(told=told[:-1])

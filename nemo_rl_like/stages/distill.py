@@ -1,0 +1,111 @@
+"""The `distill` stage: a student learns its teachers' distributions on the data's responses and on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from nemo_rl_like.artifacts.stage import StageContext
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.cluster.group import WorkerGroup
+from nemo_rl_like.data.render import Renderer
+from nemo_rl_like.policy.client import Policy, TrainedModels
+from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec, domains_of
+from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
+from nemo_rl_like.stages.preflight import check_checkpoints, check_first_weights, config_of, problems_of, renderer_of
+from nemo_rl_like.stages.session import shared_session
+from nemo_rl_like.stages.start_model import StartModel, start_model
+from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks
+from nemo_rl_like.stages.training import train
+from nemo_rl_like.stages.workers import context_tokens, worker_group
+from nemo_rl_like.training.data_recipe import DATA
+from nemo_rl_like.training.distillation import DistillationRecipe, Teachers
+from nemo_rl_like.training.distillation_service import check_distillation, open_stored
+from nemo_rl_like.training.engine import RunEngine
+
+SERVICE = "nemo_rl_like.training.distillation_service:DistillationService"
+
+
+class DistillStage:
+    """Trains a student; its artifact is the final checkpoint."""
+
+    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    output_type: type[Artifact] = Checkpoint
+
+    def __init__(self, stage_spec: DistillStageSpec, experiment_spec: ExperimentSpec) -> None:
+        self.stage = stage_spec
+        self.spec = experiment_spec
+
+    def preflight(self) -> list[str]:
+        """Problems of model, devices, data, teachers, and of the engine or of stored log-probs."""
+        spec, stage = self.spec, self.stage
+        checks: list[Callable[[], object]] = [
+            partial(check_distillation, stage, spec.seed),
+            *teacher_checks(spec, stage),
+        ]
+        if stage.sampled_per_step:
+            checks.append(partial(check_first_weights, spec, stage))
+        stored = stage.data.stored_logits
+        if stored is not None and not self._is_made_before(stored):
+            checks.append(lambda: self._check_stored(stored))
+        return problems_of(spec, *checks)
+
+    def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
+        """Train, resuming from the newest valid checkpoint in the stage's folder."""
+        spec, stage = self.spec, self.stage
+        model = start_model(spec, context.folder, inputs)
+        check_checkpoints(context.folder, model.identity)
+        session = shared_session(spec.cluster, context.run_folder)
+        with worker_group(session, "data") as workers:
+            self._host_data(workers, model)
+            policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+            try:
+                with self._engine(policy, model) as engine:
+                    models = () if stage.data.stored_logits is not None else host_teachers(policy.group, spec, stage)
+                    policy.start_training(stage.optimizer, stage.steps)
+                    teachers = Teachers(models, asked_of(stage, model.config))
+                    recipe = DistillationRecipe.of(stage, policy, workers, teachers, engine)
+                    trained = TrainedModels(policy)
+                    return Checkpoint.of(train(spec, context, recipe, trained, model.identity, stage.checkpoint))
+            finally:
+                policy.group.shutdown()
+
+    @contextmanager
+    def _engine(self, policy: Policy, model: StartModel) -> Iterator[RunEngine | None]:
+        """What samples the student's responses; None where none are sampled."""
+        if not self.stage.sampled_per_step:
+            yield None
+            return
+        engine = RunEngine.start(self.spec.engine, policy, model.folder, self.spec.model.dtype, model.config)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def _host_data(self, workers: WorkerGroup, model: StartModel) -> None:
+        """Host the service `data`."""
+        spec, stage = self.spec, self.stage
+        kwargs: dict[str, object] = {
+            "data": stage.data,
+            "teachers": domains_of(stage.teachers),
+            "origin": origin_of(spec, stage, stage.data.path, Renderer.load(model.folder), model.config),
+            "tokenizer_folder": str(model.folder.resolve()),
+            "seed": spec.seed,
+            "max_tokens": context_tokens(spec, model.config),
+        }
+        workers.host(DATA, SERVICE, kwargs)
+
+    def _check_stored(self, folder: str) -> None:
+        """Stored log-probs are whole, and were made as this stage needs them. Raises InputError."""
+        spec = self.spec
+        open_stored(folder, origin_of(spec, self.stage, self.stage.data.path, renderer_of(spec), config_of(spec)))
+
+    def _is_made_before(self, folder: str) -> bool:
+        """Whether an earlier stage of this pipeline writes the folder."""
+        before = self.spec.stages[: [stage_name(s) for s in self.spec.stages].index(stage_name(self.stage))]
+        made = [
+            Path(self.spec.output) / stage_name(s) / LOGITS for s in before if isinstance(s, TeacherLogitsStageSpec)
+        ]
+        return Path(folder).resolve() in [path.resolve() for path in made]
