@@ -186,6 +186,11 @@ def preference_batch(pairs: int, steps: int, *, unpaired: bool) -> str:
     return f"{steps} optimizer steps x {pairs} {what} = {pairs * steps} {what}"
 
 
+def sample_batch(tasks: int | None, samples: int, keep: int) -> str:
+    """Batch arithmetic of a sample stage in one line."""
+    return f"{'all' if tasks is None else tasks} prompts x {samples} samples, at most {keep} kept of each prompt"
+
+
 def printable(text: str) -> str:
     """`text` with every control character but the line break shown as its escape, so that a sampled response cannot
     move the cursor or change colours."""

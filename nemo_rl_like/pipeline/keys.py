@@ -18,6 +18,7 @@ from nemo_rl_like.spec.experiment import (
     StageSpec,
 )
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.sample import SampleStageSpec
 
 KEY_FORMAT = 1
 """Raised when the meaning of a key changes."""
@@ -67,7 +68,7 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     values |= model_ingredients(spec)
     if uses_environment(stage) and spec.environment is not None:
         values |= _flat("environment", spec.environment.model_dump(mode="json", exclude={"processes"}))
-    if isinstance(stage, RlStageSpec | EvaluateStageSpec):
+    if isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec):
         values |= _flat("engine", spec.engine.model_dump(mode="json", include=_ENGINE_RESULTS))
     values |= _flat("file", _stage_files(stage, spec))
     values |= _flat("input", {name: {"key": key, "content": content} for name, (key, content) in inputs.items()})
@@ -78,7 +79,7 @@ def uses_environment(stage: StageSpec) -> bool:
     """Whether the stage asks the environment for tasks."""
     if isinstance(stage, SftStageSpec):
         return stage.data.environment_demonstrations
-    return isinstance(stage, RlStageSpec | EvaluateStageSpec)
+    return isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec)
 
 
 def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:

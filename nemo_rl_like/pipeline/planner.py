@@ -17,6 +17,7 @@ STAGE_CLASSES: Mapping[str, str] = {
     "sft": "nemo_rl_like.stages.sft:SftStage",
     "rl": "nemo_rl_like.stages.rl:RlStage",
     "preference": "nemo_rl_like.stages.preference:PreferenceStage",
+    "sample": "nemo_rl_like.stages.sample:SampleStage",
     "evaluate": "nemo_rl_like.stages.evaluate:EvaluateStage",
     "export": "nemo_rl_like.stages.export:ExportStage",
 }

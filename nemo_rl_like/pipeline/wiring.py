@@ -12,10 +12,12 @@ from nemo_rl_like.spec.experiment import (
     EvaluateStageSpec,
     ExperimentSpec,
     ExportStageSpec,
+    SftStageSpec,
     StageSpec,
     stage_name,
 )
 from nemo_rl_like.spec.nearest import nearest
+from nemo_rl_like.spec.sample import SampleStageSpec
 
 RESERVED = ("run.json", "status.json", "spec.yaml", "report.json", "logs")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -34,8 +36,8 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
     """Every stage with its sources, in order.
 
     Raises:
-        SpecError: lists every reference to a stage that is not there, comes later or makes no checkpoint, every export
-            without a checkpoint to export, and every name that cannot be a folder's.
+        SpecError: lists every reference to a stage that is not there, comes later or makes something else, every export
+            without a checkpoint to export, every `sft` without data, and every name that cannot be a folder's.
     """
     wires: list[Wire] = []
     problems: list[str] = []
@@ -51,7 +53,9 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
             problems.append(
                 f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference` or `rl` before it"
             )
-        wires.append(Wire(name, stage, sources))
+        data, missing = _data_sources(name, stage, spec.stages, before)
+        problems.extend(missing)
+        wires.append(Wire(name, stage, (*sources, *data)))
     if problems:
         raise SpecError("\n  ".join([f"{len(problems)} problem(s) in the pipeline", *problems]))
     return tuple(wires)
@@ -68,6 +72,23 @@ def _sources(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[tuple[str, 
     return ((given,) if given is not None else makers[-1:]), field
 
 
+def _data_sources(
+    name: str, stage: StageSpec, stages: Sequence[StageSpec], before: Sequence[StageSpec]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The name of the stage that makes the data of `stage`, if one does, and what is wrong with it."""
+    if not isinstance(stage, SftStageSpec) or not stage.data.is_made:
+        return (), []
+    makers = tuple(stage_name(s) for s in before if isinstance(s, SampleStageSpec))
+    source = stage.data.from_stage or (makers[-1] if makers else None)
+    if source is None:
+        return (), [
+            f"stages.{name}.data: no source; give `path` or `environment_demonstrations: true`, or put a `sample` stage before it"
+        ]
+    if source in makers:
+        return (source,), []
+    return (source,), [_problem(f"stages.{name}.data.from_stage", source, "dataset", makers, stages, before)]
+
+
 def _makers(stages: Sequence[StageSpec]) -> tuple[str, ...]:
     return tuple(stage_name(s) for s in stages if isinstance(s, TRAINING_STAGES))
 
@@ -80,17 +101,23 @@ def _bad(sources: Sequence[str], before: Sequence[StageSpec]) -> list[str]:
 def _reference_problem(
     name: str, field: str, source: str, stages: Sequence[StageSpec], before: Sequence[StageSpec]
 ) -> str:
-    """Why `source` cannot be taken from, and what can."""
-    makers = _makers(before)
+    """Why no checkpoint can be taken from `source`, and from where."""
+    return _problem(f"stages.{name}.{field}", source, "checkpoint", _makers(before), stages, before)
+
+
+def _problem(
+    where: str, source: str, what: str, makers: Sequence[str], stages: Sequence[StageSpec], before: Sequence[StageSpec]
+) -> str:
+    """Why `source` cannot be taken from, and what can; `makers` make a `what`."""
     if source in [stage_name(s) for s in before]:
-        why = f"stage {source!r} makes no checkpoint"
+        why = f"stage {source!r} makes no {what}"
     elif source in [stage_name(s) for s in stages]:
-        why = f"stage {source!r} does not come before stage {name!r}"
+        why = f"stage {source!r} does not come before stage {where.split('.')[1]!r}"
     else:
         near = nearest(source, makers)
         why = f"there is no stage {source!r}" + (f"; did you mean `{near}`?" if near else "")
-    choices = f"give one of {', '.join(makers)}" if makers else "no stage before it makes a checkpoint; leave it out"
-    return f"stages.{name}.{field}: {why}; {choices}"
+    choices = f"give one of {', '.join(makers)}" if makers else f"no stage before it makes a {what}; leave it out"
+    return f"{where}: {why}; {choices}"
 
 
 def _name_problems(name: str) -> list[str]:

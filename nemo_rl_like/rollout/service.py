@@ -152,12 +152,26 @@ class RolloutService:
         """
         known = self._split(TRAIN)
         tasks = [_known(known, task_id) for task_id in plan.task_ids]
-        plans = self._plans(tasks, plan.samples_per_prompt, purpose=TRAIN, step=plan.step, first_group=plan.first_group)
         runner = self._runner(engine, plan.sampling.max_new_tokens)
         restarts = self._pool.restarts
+        episodes = self._sampled(runner, plan, tasks, TRAIN)
+        greedy = self._greedy_rewards(runner, plan, tasks) if plan.greedy else None
+        summary = self._summary(runner, plan, episodes, restarts)
+        self._last = (plan.step, episodes)
+        return batch_rows(episode_rows(episodes, greedy)), summary
+
+    def _sampled(self, runner: EpisodeRunner, plan: CollectPlan, tasks: Sequence[Task], purpose: str) -> list[Episode]:
+        """The plan's episodes, group by group; `purpose` is part of every seed."""
+        samples, group = plan.samples_per_prompt, plan.first_group
+        plans = self._plans(tasks, samples, purpose=purpose, step=plan.step, first_group=group)
         episodes = runner.run(plans, self._engine_sampling(plan.sampling))
         _check_versions(episodes, plan.version)
-        greedy = self._greedy_rewards(runner, plan, tasks) if plan.greedy else None
+        return episodes
+
+    def _summary(
+        self, runner: EpisodeRunner, plan: CollectPlan, episodes: Sequence[Episode], restarts: int
+    ) -> RolloutSummary:
+        """Small numbers of these episodes. `restarts`: of environment processes before them. Raises TooManyInvalid."""
         summary = summarize(
             episodes,
             step=plan.step,
@@ -167,8 +181,7 @@ class RolloutService:
             show=plan.show,
         )
         self._check_invalid(summary, episodes)
-        self._last = (plan.step, episodes)
-        return batch_rows(episode_rows(episodes, greedy)), summary
+        return summary
 
     def collect_to_store(
         self, plan: CollectPlan, engine: Generator

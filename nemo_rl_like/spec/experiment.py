@@ -9,7 +9,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from nemo_rl_like.spec.algorithm import CRITIC, GROUP_RELATIVE, AlgorithmSpec, PassAtKAdvantage
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, StageBase
+from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, SamplingSpec, StageBase
 
 DType = Literal["float32", "bfloat16"]
 
@@ -201,33 +202,28 @@ class EnvironmentSpec(Spec):
         return self
 
 
-class SamplingSpec(Spec):
-    """How training rollouts sample. Filters (top-p, top-k, min-p, penalties) do not exist here: they would bias the log-probs."""
-
-    temperature: PositiveFloat = 1.0
-    """Divides the logits."""
-    max_new_tokens: PositiveInt = 256
-    """Longest response over all turns, in tokens."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Further token ids that end a turn, beside the tokenizer's end token."""
-    ignore_stop: bool = False
-    """Always make `max_new_tokens` tokens (benchmarks)."""
-
-
 class SftDataSpec(Spec):
-    """Supervised data: a file of messages, or demonstrations of the environment's tasks."""
+    """Supervised data: a file of messages, demonstrations of the environment's tasks, or what a `sample` stage kept."""
 
     path: str | None = None
     """JSONL file: one {"messages": [...]} a line; assistant messages are trained."""
     environment_demonstrations: bool = False
     """Use the environment's own right answers on its train split."""
+    from_stage: str | None = None
+    """Stage whose dataset is trained; default: the last `sample` stage before this one, if no other source is given."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of `path` held out for the validation loss (the environment has a validation split of its own)."""
+    """Part of the data held out for the validation loss (the environment has a validation split of its own)."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether an earlier stage makes the data."""
+        return self.path is None and not self.environment_demonstrations
 
     @model_validator(mode="after")
     def _one_source(self) -> SftDataSpec:
-        if (self.path is not None) == self.environment_demonstrations:
-            raise ValueError("give exactly one of `path` and `environment_demonstrations: true`")
+        given = [self.path is not None, self.environment_demonstrations, self.from_stage is not None]
+        if sum(given) > 1:
+            raise ValueError("give at most one of `path`, `environment_demonstrations: true` and `from_stage`")
         return self
 
 
@@ -236,8 +232,8 @@ class SftStageSpec(StageBase):
 
     kind: Literal["sft"] = "sft"
     """Stage kind."""
-    data: SftDataSpec
-    """Training data."""
+    data: SftDataSpec = SftDataSpec()
+    """Training data; default: what the last `sample` stage before this one kept."""
     steps: PositiveInt = 100
     """Optimizer steps."""
     examples_per_step: PositiveInt = 64
@@ -410,7 +406,7 @@ class ExportStageSpec(StageBase):
 
 RlStageSpec.model_rebuild()
 StageSpec = Annotated[
-    SftStageSpec | RlStageSpec | PreferenceStageSpec | EvaluateStageSpec | ExportStageSpec,
+    SftStageSpec | RlStageSpec | PreferenceStageSpec | SampleStageSpec | EvaluateStageSpec | ExportStageSpec,
     Field(discriminator="kind"),
 ]
 TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec)
@@ -451,7 +447,7 @@ class ExperimentSpec(Spec):
     engine: EngineSpec = EngineSpec()
     """What samples from the policy."""
     environment: EnvironmentSpec | None = None
-    """What asks and judges; needed by `rl`, `evaluate` and demonstrations."""
+    """What asks and judges; needed by `rl`, `sample`, `evaluate` and demonstrations."""
     stages: Annotated[tuple[StageSpec, ...], Field(min_length=1)]
     """The pipeline: stages in order."""
     logging: LoggingSpec = LoggingSpec()
@@ -474,7 +470,7 @@ class ExperimentSpec(Spec):
         if twice:
             raise ValueError(f"`stages` has the name {twice[0]!r} more than once; give each a `name` of its own")
         for stage in self.stages:
-            asks = isinstance(stage, RlStageSpec | EvaluateStageSpec) or (
+            asks = isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec) or (
                 isinstance(stage, SftStageSpec) and stage.data.environment_demonstrations
             )
             if asks and self.environment is None:

@@ -1,4 +1,4 @@
-"""What stages have in common: a name, an optimizer, checkpoints."""
+"""What stages have in common: a name, an optimizer, checkpoints, sampling."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ class CheckpointSpec(Spec):
     """Best checkpoints by `best_metric` to keep beside them."""
     best_metric: str = "eval/accuracy"
     """Metric that ranks checkpoints; larger is better."""
+
+
+class SamplingSpec(Spec):
+    """How rollouts sample. Filters (top-p, top-k, min-p, penalties) do not exist here: they would bias the log-probs."""
+
+    temperature: PositiveFloat = 1.0
+    """Divides the logits."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response over all turns, in tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further token ids that end a turn, beside the tokenizer's end token."""
+    ignore_stop: bool = False
+    """Always make `max_new_tokens` tokens (benchmarks)."""
 
 
 class StageBase(Spec):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nemo_rl_like.artifacts.stage import StageContext
-from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
 from nemo_rl_like.policy.client import Policy, TrainedModels
-from nemo_rl_like.spec.experiment import ExperimentSpec, SftStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec, SftDataSpec, SftStageSpec
 from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import start_model
@@ -23,7 +23,7 @@ SERVICE = "nemo_rl_like.training.sft_service:SftService"
 class SftStage:
     """Trains on conversations; its artifact is the final checkpoint."""
 
-    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    input_types: tuple[type[Artifact], ...] = (Checkpoint, Dataset)
     output_type: type[Artifact] = Checkpoint
 
     def __init__(self, stage_spec: SftStageSpec, experiment_spec: ExperimentSpec) -> None:
@@ -38,11 +38,12 @@ class SftStage:
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec = self.spec
-        model = start_model(spec, context.folder, inputs)
+        models = {name: artifact for name, artifact in inputs.items() if isinstance(artifact, Checkpoint)}
+        model = start_model(spec, context.folder, models)
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {
-            "data": self.stage.data,
+            "data": _with_file(self.stage.data, inputs),
             "environment": environment_of(spec),
             "tokenizer_folder": str(model.folder.resolve()),
             "seed": spec.seed,
@@ -59,3 +60,11 @@ class SftStage:
                 )
             finally:
                 policy.group.shutdown()
+
+
+def _with_file(data: SftDataSpec, inputs: Mapping[str, Artifact]) -> SftDataSpec:
+    """The data with the file that an earlier stage made, where one did."""
+    for name, artifact in inputs.items():
+        if isinstance(artifact, Dataset):
+            return data.model_copy(update={"path": str(artifact.path.resolve()), "from_stage": name})
+    return data

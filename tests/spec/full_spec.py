@@ -15,6 +15,7 @@ FULL: dict[str, Any] = {
         {"kind": "sft", "data": {"environment_demonstrations": True}},
         {"kind": "rl", "evaluation": {}},
         {"kind": "preference", "data": {"path": "pairs.jsonl"}, "reference_sync": {}},
+        {"kind": "sample"},
         {"kind": "evaluate"},
         {"kind": "export"},
     ],
