@@ -39,6 +39,7 @@ class Preference:
     mean_log_ratio: float = 0.0
     """Mean log-ratio of the completions of earlier steps; bco's delta is beta times it."""
     needs_entropy: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = False
 
     @property
@@ -133,6 +134,7 @@ class Kto:
     options: spec.KtoLoss
     needs_entropy: bool = False
     needs_collision: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = True
 
     @property

@@ -18,6 +18,7 @@ from nemo_rl_like.spec.experiment import (
     StageSpec,
 )
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.pretrain import PretrainStageSpec, TextDataSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
 
 KEY_FORMAT = 1
@@ -97,9 +98,17 @@ def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
     hashes: dict[str, str] = {}
     if isinstance(stage, SftStageSpec | PreferenceStageSpec) and stage.data.path is not None:
         hashes["data.path"] = hash_path(_existing("data.path", stage.data.path))
+    if isinstance(stage, PretrainStageSpec):
+        hashes |= _text_files("data", stage.data)
+    if isinstance(stage, SftStageSpec | RlStageSpec) and stage.ptx is not None:
+        hashes |= _text_files("ptx", stage.ptx)
     if uses_environment(stage) and spec.environment is not None:
         hashes |= _environment_files(spec.environment)
     return hashes
+
+
+def _text_files(field: str, text: TextDataSpec) -> dict[str, str]:
+    return {f"{field}.paths.{i}": hash_path(_existing(f"{field}.paths", p)) for i, p in enumerate(text.paths)}
 
 
 def _environment_files(environment: EnvironmentSpec) -> dict[str, str]:

@@ -14,6 +14,7 @@ from nemo_rl_like.pipeline.wiring import Wire, wire
 from nemo_rl_like.spec.experiment import ExperimentSpec, StageSpec
 
 STAGE_CLASSES: Mapping[str, str] = {
+    "pretrain": "nemo_rl_like.stages.pretrain:PretrainStage",
     "sft": "nemo_rl_like.stages.sft:SftStage",
     "rl": "nemo_rl_like.stages.rl:RlStage",
     "preference": "nemo_rl_like.stages.preference:PreferenceStage",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.algorithm import CRITIC, GROUP_RELATIVE, AlgorithmSpec, PassAtKAdvantage
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.pretrain import PretrainStageSpec, PtxSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, SamplingSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, OptimizerSpec, SamplingSpec, StageBase
 
 DType = Literal["float32", "bfloat16"]
 
@@ -206,7 +207,7 @@ class SftDataSpec(Spec):
     """Supervised data: a file of messages, demonstrations of the environment's tasks, or what a `sample` stage kept."""
 
     path: str | None = None
-    """JSONL file: one {"messages": [...]} a line; assistant messages are trained."""
+    """JSONL file: one {"messages": [...]} a line; assistant messages are trained, each times its own "weight" if it has one."""
     environment_demonstrations: bool = False
     """Use the environment's own right answers on its train split."""
     from_stage: str | None = None
@@ -240,8 +241,14 @@ class SftStageSpec(StageBase):
     """Examples in one optimizer step."""
     loss: Literal["cross_entropy", "dft"] = "cross_entropy"
     """`dft` weighs each token's cross-entropy by its probability (dynamic fine-tuning); validation is cross-entropy either way."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean squared log-normaliser, which keeps logits from drifting (1e-4 is usual); 0 = off."""
     optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
     """Optimizer and schedule."""
+    ema: EmaSpec | None = None
+    """Average the weights over the steps; default: off."""
+    ptx: PtxSpec | None = None
+    """Mix the loss of pretraining text into each optimizer step; default: off."""
     validate_every_steps: NonNegativeInt = 0
     """Validation loss every this many steps; 0 = never."""
     validation_examples: PositiveInt = 256
@@ -295,6 +302,8 @@ class RlStageSpec(StageBase):
     """The critic of an advantage that reads values; made with its defaults where one is needed."""
     teacher: str | None = None
     """Hugging Face folder of the model whose log-probs `algorithm.distill_coef` adds; the same tokenizer as the policy's."""
+    ptx: PtxSpec | None = None
+    """Mix the loss of pretraining text into each optimizer step; default: off."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and schedule."""
     evaluate_every_steps: NonNegativeInt = 0
@@ -406,10 +415,16 @@ class ExportStageSpec(StageBase):
 
 RlStageSpec.model_rebuild()
 StageSpec = Annotated[
-    SftStageSpec | RlStageSpec | PreferenceStageSpec | SampleStageSpec | EvaluateStageSpec | ExportStageSpec,
+    PretrainStageSpec
+    | SftStageSpec
+    | RlStageSpec
+    | PreferenceStageSpec
+    | SampleStageSpec
+    | EvaluateStageSpec
+    | ExportStageSpec,
     Field(discriminator="kind"),
 ]
-TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec)
+TRAINING_STAGES = (PretrainStageSpec, SftStageSpec, RlStageSpec, PreferenceStageSpec)
 """Stages that train a model: each makes a checkpoint."""
 
 

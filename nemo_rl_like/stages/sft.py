@@ -8,7 +8,9 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
 from nemo_rl_like.policy.client import Policy, TrainedModels
 from nemo_rl_like.spec.experiment import ExperimentSpec, SftDataSpec, SftStageSpec
+from nemo_rl_like.stages.averaging import hand_on, start_average
 from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
+from nemo_rl_like.stages.ptx import check_ptx, start_ptx
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import start_model
 from nemo_rl_like.stages.training import train
@@ -33,13 +35,17 @@ class SftStage:
     def preflight(self) -> list[str]:
         """Problems of model, devices, environment and data."""
         spec, data = self.spec, self.stage.data
-        return problems_of(spec, lambda: check_data(data, environment_of(spec), spec.seed))
+        return problems_of(
+            spec,
+            lambda: check_data(data, environment_of(spec), spec.seed),
+            lambda: check_ptx(self.stage.ptx, spec),
+        )
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec = self.spec
-        models = {name: artifact for name, artifact in inputs.items() if isinstance(artifact, Checkpoint)}
-        model = start_model(spec, context.folder, models)
+        checkpoints = {name: artifact for name, artifact in inputs.items() if isinstance(artifact, Checkpoint)}
+        model = start_model(spec, context.folder, checkpoints)
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {
@@ -51,13 +57,15 @@ class SftStage:
         }
         with worker_group(session, "data") as workers:
             workers.host(DATA, SERVICE, kwargs)
+            ptx = start_ptx(self.stage.ptx, workers, spec, model)
             policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
             try:
+                average = start_average(self.stage.ema, policy, spec, model)
                 policy.start_training(self.stage.optimizer, self.stage.steps)
-                recipe = SftRecipe.of(self.stage, policy, workers)
-                return Checkpoint.of(
-                    train(spec, context, recipe, TrainedModels(policy), model.identity, self.stage.checkpoint)
-                )
+                recipe = SftRecipe.of(self.stage, policy, workers, average, ptx)
+                models = TrainedModels(policy, average=None if average is None else average.reference)
+                trained = train(spec, context, recipe, models, model.identity, self.stage.checkpoint)
+                return hand_on(self.stage.ema, average, trained, context, model.identity)
             finally:
                 policy.group.shutdown()
 

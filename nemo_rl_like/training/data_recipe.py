@@ -68,6 +68,10 @@ class DataRecipe(ABC):
         """The batch with everything that the objective reads."""
         return batch
 
+    def _update(self, batch: ray.ObjectRef, what: str) -> dict[str, float]:
+        """One optimizer step on the batch; its metrics."""
+        return self.policy.train_step(batch, None, self._objective(), what=what)
+
     def _after(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """What follows an optimizer step with these metrics; returns further ones."""
         return {}
@@ -101,7 +105,7 @@ class DataRecipe(ABC):
             )
         batch = self._ready(got.batch)
         with self._timings.part("update"):
-            metrics = self.policy.train_step(batch, None, self._objective(), what=f"step {step}")
+            metrics = self._update(batch, f"step {step}")
         self._position = got.position
         self._updates += 1
         metrics |= {"tokens": float(got.tokens), "dropped_examples": float(got.dropped)}

@@ -25,6 +25,7 @@ from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
 from nemo_rl_like.spec.algorithm import GaeAdvantage, VapoAdvantage
 from nemo_rl_like.spec.experiment import RlStageSpec
 from nemo_rl_like.training.engine import RunEngine
+from nemo_rl_like.training.ptx import Ptx, next_of
 from nemo_rl_like.training.step_service import PreparedStep, StepPlan
 
 ROLLOUT = "rollout"
@@ -76,6 +77,8 @@ class StepServices:
     """Hosts the services `rollout` and `steps`."""
     rollouts: Path | None
     """File that records every episode."""
+    ptx: Ptx | None = None
+    """Text whose loss is added to each of the policy's updates."""
     kl_coef: float = field(init=False)
     """Coefficient of the KL in the next step."""
     updates: dict[str, int] = field(default_factory=lambda: {POLICY: 0, CRITIC: 0})
@@ -112,7 +115,7 @@ class StepServices:
             "version": self.engine.version,
             "recorded": self._recorded,
             "kl_coef": self.kl_coef,
-        }
+        } | ({} if self.ptx is None else {"ptx": self.ptx.state()})
 
     def load_state(self, state: Mapping[str, JSON]) -> None:
         """Take back what `state` gave; an empty mapping is the start."""
@@ -123,6 +126,8 @@ class StepServices:
         position = cast(Mapping[str, str | int] | None, state.get("position"))
         if position is not None:
             self._position = DataPosition(str(position["dataset_sha256"]), int(position["consumed"]))
+        if self.ptx is not None and "ptx" in state:
+            self.ptx.load_state(cast(Mapping[str, JSON], state["ptx"]))
 
     def rollout(self, step: int, prompts: int, first_group: int = 0) -> tuple[ray.ObjectRef, RolloutSummary]:
         """Draw the next `prompts`, sample a group of each with the engine, and grade them.
@@ -228,8 +233,9 @@ class StepServices:
             if trains_policy:
                 with self.timings.part("update"):
                     temperature = self.spec.sampling.temperature
+                    further = next_of(self.ptx)
                     metrics |= self.models.policy.train_step(
-                        prepared.batch, rows, objective, temperature, gap, what=what
+                        prepared.batch, rows, objective, temperature, gap, what=what, auxiliary=further
                     )
                 self.updates[POLICY] += 1
             made.append(metrics)

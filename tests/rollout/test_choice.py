@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_like.data.messages import Message, assistant, user
@@ -47,12 +47,14 @@ def searched(group: Sequence[Episode], keep: int, least: float | None, cut: bool
     return [e.id for e in found]
 
 
+@settings(deadline=None)
 @given(EPISODES, st.integers(1, 4), st.sampled_from([None, 0.5, 1.0]), st.booleans())
 def test_the_best_are_kept(group: list[Episode], keep: int, least: float | None, cut: bool) -> None:
     kept = choose(group, Rule(keep, least, cut))
     assert [e.id for e in kept] == searched(group, keep, least, cut)
 
 
+@settings(deadline=None)
 @given(EPISODES, EPISODES)
 def test_counts_of_parts_add_up(one: list[Episode], two: list[Episode]) -> None:
     rule = Rule(2)
