@@ -27,7 +27,9 @@ def start_average(
         return None
     average = Policy(policy.group, "average")
     average.host(model.folder, spec.policy.model_copy(update={"fp8": None}), "float32", model.initialize)
-    return MovingReference.start(policy, average)
+    moving = MovingReference.start(policy, average)
+    moving.move(1.0)  # the policy's own numbers, also where they were rounded to its type
+    return moving
 
 
 def hand_on(

@@ -11,7 +11,7 @@ import torch
 from nemo_rl_like.checkpoint.layout import verify
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.stages.api import export_checkpoint
-from tests.stages.killing import finish
+from tests.stages.killing import finish, outcome, write_spec
 
 STEPS, DECAY = 4, 0.75
 SPEC = """
@@ -47,6 +47,21 @@ def written(folder: Path, output: Path) -> Path:
     path = folder / f"{output.name}.yaml"
     path.write_text(SPEC.format(output=output, folder=folder, steps=STEPS, decay=DECAY))
     return path
+
+
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_text_beside_rewards_survives_a_kill(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "text.txt").write_text("\n\n".join("123456789"[i % 5 :] * 2 for i in range(20)))
+    ptx = f"stages.rl.ptx={{paths: [{tmp_path}/text.txt], rows_per_step: 2, sequence_tokens: 16}}"
+    specs = {name: str(write_spec(tmp_path, tmp_path / name, steps=4)) for name in ("whole", "cut")}
+    assert finish(["run", specs["whole"], ptx], log, 600) == 0, log.read_text()
+    assert finish(["run", specs["cut"], ptx], log, 600, fault="optimizer.mid:6") != 0
+    assert finish(["run", specs["cut"], ptx, "--resume"], log, 600) == 0, log.read_text()
+    assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
+    losses = [line["ptx/loss"] for line in outcome(tmp_path / "whole").metrics]
+    assert losses[-1] < losses[0]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
