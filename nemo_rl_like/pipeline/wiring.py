@@ -86,7 +86,7 @@ def _data_sources(
         ]
     if source in makers:
         return (source,), []
-    return (source,), [_problem(f"stages.{name}.data.from_stage", source, "dataset", makers, stages, before)]
+    return (source,), [_problem(name, "data.from_stage", source, "dataset", makers, stages, before)]
 
 
 def _makers(stages: Sequence[StageSpec]) -> tuple[str, ...]:
@@ -102,22 +102,28 @@ def _reference_problem(
     name: str, field: str, source: str, stages: Sequence[StageSpec], before: Sequence[StageSpec]
 ) -> str:
     """Why no checkpoint can be taken from `source`, and from where."""
-    return _problem(f"stages.{name}.{field}", source, "checkpoint", _makers(before), stages, before)
+    return _problem(name, field, source, "checkpoint", _makers(before), stages, before)
 
 
 def _problem(
-    where: str, source: str, what: str, makers: Sequence[str], stages: Sequence[StageSpec], before: Sequence[StageSpec]
+    name: str,
+    field: str,
+    source: str,
+    what: str,
+    makers: Sequence[str],
+    stages: Sequence[StageSpec],
+    before: Sequence[StageSpec],
 ) -> str:
     """Why `source` cannot be taken from, and what can; `makers` make a `what`."""
     if source in [stage_name(s) for s in before]:
         why = f"stage {source!r} makes no {what}"
     elif source in [stage_name(s) for s in stages]:
-        why = f"stage {source!r} does not come before stage {where.split('.')[1]!r}"
+        why = f"stage {source!r} does not come before stage {name!r}"
     else:
         near = nearest(source, makers)
         why = f"there is no stage {source!r}" + (f"; did you mean `{near}`?" if near else "")
     choices = f"give one of {', '.join(makers)}" if makers else f"no stage before it makes a {what}; leave it out"
-    return f"{where}: {why}; {choices}"
+    return f"stages.{name}.{field}: {why}; {choices}"
 
 
 def _name_problems(name: str) -> list[str]:
