@@ -28,6 +28,8 @@ class Outputs:
     """[M] log sum_v p(v)^2, without gradient, if asked for."""
     candidates: Tensor | None = None
     """[M, K] current log-probs of `StepStats.candidates`, if there are any."""
+    log_norm: Tensor | None = None
+    """[M] logsumexp of the logits, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def needs_log_norm(self) -> bool:
+        """Whether `Outputs.log_norm` must be computed."""
+        ...
+
+    @property
     def looks_first(self) -> bool:
         """Whether `prepare` reads the step's `current` log-probs and `entropy`, from a forward pass of their own."""
         ...
@@ -93,31 +100,77 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropy:
-    """Supervised: mean of -log p over the trained tokens of the whole step; `dynamic`: of -sg(p) log p.
+class Auxiliary:
+    """A further loss of an optimizer step, at temperature 1."""
 
-    Dynamic fine-tuning: Wu et al. 2025 (DFT, arXiv 2508.05629). `nll` is the mean of -log p either way.
+    objective: Objective
+    coef: float
+    """Its weight."""
+    name: str
+    """Before its metrics' names."""
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of its metrics in the step's."""
+        return tuple(f"{self.name}/{name}" for name in self.objective.metric_names)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """Supervised: sum_t m_t (-log p_t + z_loss Z_t^2) / sum_t m_t over the trained tokens of the whole step; `dynamic`: -sg(p) log p.
+
+    m is the token's weight in the batch's extras `weight`, 1 where there are none; Z is the log-normaliser (Chowdhery et al. 2022,
+    PaLM, arXiv 2204.02311, section 5). Dynamic fine-tuning: Wu et al. 2025 (DFT, arXiv 2508.05629). `nll` is the mean of -log p
+    with the same weights either way.
     """
 
     dynamic: bool = False
+    z_loss: float = 0.0
 
     needs_entropy: bool = False
     needs_collision: bool = False
     looks_first: bool = False
-    metric_names: tuple[str, ...] = ("loss", "nll")
+
+    @property
+    def needs_log_norm(self) -> bool:
+        """The z-loss reads it."""
+        return self.z_loss > 0
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """`z_loss` is its share of the loss."""
+        return ("loss", "nll", "z_loss") if self.z_loss else ("loss", "nll")
 
     def together(self, batch: TokenBatch) -> Tensor | None:
         """Any split will do."""
         return None
 
     def prepare(self, batch: TokenBatch) -> StepStats:
-        """Token-mean weights over the step."""
-        weights = aggregation.token_weights("token_mean", batch.loss_mask, batch.row_of_token, batch.rows)
-        return StepStats(weights=weights, tokens=float(batch.loss_mask.sum()), live_rows=batch.trained_per_row > 0)
+        """Weights that sum to 1 over the step's trained tokens. Raises ValueError if none has any weight."""
+        mask = batch.loss_mask
+        if "weight" in batch.extras:
+            weights = _shares(torch.where(mask, batch.extras["weight"], 0.0))
+        else:
+            weights = aggregation.token_weights("token_mean", mask, batch.row_of_token, batch.rows)
+        return StepStats(weights=weights, tokens=float(mask.sum()), live_rows=batch.trained_per_row > 0)
 
     def loss(self, outputs: Outputs, values: dict[str, Tensor], weights: Tensor, stats: StepStats) -> LossSum:
-        """-sum w log p, or -sum w sg(p) log p."""
+        """The sum over these tokens."""
         logprobs = outputs.logprobs
         surprise = -weights * logprobs
         loss = (surprise * logprobs.detach().exp() if self.dynamic else surprise).sum()
-        return LossSum(loss, {"loss": loss.detach(), "nll": surprise.detach().sum()})
+        metrics = {"nll": surprise.detach().sum()}
+        if self.z_loss:
+            if outputs.log_norm is None:
+                raise ValueError("the z-loss needs `Outputs.log_norm`, and it was not computed")
+            drift = self.z_loss * (weights * outputs.log_norm.square()).sum()
+            loss, metrics["z_loss"] = loss + drift, drift.detach()
+        return LossSum(loss, {"loss": loss.detach(), **metrics})
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """float32 [N] weights divided by their sum."""
+    total = weights.double().sum()
+    if not float(total) > 0:
+        raise ValueError("no trained token of the step has a weight above 0")
+    return (weights.double() / total).float()

@@ -43,6 +43,11 @@ class PolicyGradient:
         return False
 
     @property
+    def needs_log_norm(self) -> bool:
+        """No choice reads it."""
+        return False
+
+    @property
     def looks_first(self) -> bool:
         """Tokens that are chosen by covariance or entropy are chosen over the whole step."""
         return self.algorithm.policy_loss.kind in ("kl_cov", "clip_cov") or self.algorithm.top_entropy is not None

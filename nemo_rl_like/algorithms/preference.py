@@ -42,6 +42,7 @@ class Preference:
     """Weight of the summed log-prob of the completions of the column `explored`, which is minimised: alpha of Xie et al. 2024
     (XPO, arXiv 2405.21046), eq. 4."""
     needs_entropy: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = False
 
     @property
@@ -141,6 +142,7 @@ class Kto:
     options: spec.KtoLoss
     needs_entropy: bool = False
     needs_collision: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = True
 
     @property

@@ -31,6 +31,7 @@ class ValueLoss:
     """How far a value may move from the one that the advantages were made of; None: anywhere."""
     needs_entropy: bool = False
     needs_collision: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = False
     metric_names: tuple[str, ...] = ("loss", "clip_ratio", "mean")
 

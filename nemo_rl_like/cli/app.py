@@ -20,6 +20,8 @@ environments = typer.Typer(help="Environments: what asks and judges.", no_args_i
 models = typer.Typer(help="Models: fetch and check.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(environments, name="env")
 app.add_typer(models, name="model")
+tokenizers = typer.Typer(help="Tokenizers: train one.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(tokenizers, name="tokenizer")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="Spec file (YAML).")]
 Overrides = Annotated[
@@ -171,3 +173,17 @@ def check_model(
 
     if not command.check(folder, tp, pp, as_json=as_json):
         raise typer.Exit(1)
+
+
+@tokenizers.command("train")
+def train_tokenizer(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILES", help='Text: .jsonl with {"text": ...} a line, or plain text.')
+    ],
+    size: Annotated[int, typer.Option(help="Tokens of the vocabulary, 259 or more.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
+) -> None:
+    """Train a byte-level BPE tokenizer; name its folder in `model.tokenizer.path`."""
+    from nemo_rl_like.cli.commands import tokenizer as command
+
+    command.train(files, size, out)

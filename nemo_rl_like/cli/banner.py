@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 from nemo_rl_like.cluster.devices import visible_devices
-from nemo_rl_like.observe.terminal import Banner, preference_batch, rl_batch, sft_batch
+from nemo_rl_like.observe.terminal import Banner, preference_batch, pretrain_batch, rl_batch, sample_batch, sft_batch
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec, StageSpec, stage_name
 from nemo_rl_like.spec.loader import spec_hash
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.pretrain import PretrainStageSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
+from nemo_rl_like.spec.sample import SampleStageSpec
 
 
 def banner(spec: ExperimentSpec) -> Banner:
@@ -70,6 +72,10 @@ def _batch(stage: StageSpec) -> list[str]:
         return [sft_batch(stage.examples_per_step, stage.steps)]
     if isinstance(stage, PreferenceStageSpec):
         return [preference_batch(stage.pairs_per_step, stage.steps, unpaired=stage.unpaired)]
+    if isinstance(stage, PretrainStageSpec):
+        return [pretrain_batch(stage.rows_per_step, stage.sequence_tokens, stage.steps)]
+    if isinstance(stage, SampleStageSpec):
+        return [sample_batch(stage.tasks, stage.samples_per_prompt, stage.keep)]
     if isinstance(stage, RlStageSpec):
         sizes = (stage.prompts_per_step, stage.samples_per_prompt, stage.updates_per_batch, stage.epochs)
         return [rl_batch(*sizes, stage.steps)]

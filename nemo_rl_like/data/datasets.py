@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TypeVar
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.content_split import split_by_content
-from nemo_rl_like.data.messages import JSON, ROLES, Message
+from nemo_rl_like.data.messages import JSON, ROLES, Message, WeightedMessage
 
 T = TypeVar("T")
 
@@ -55,13 +56,13 @@ class MessageDataset:
 def load_messages(path: str | Path) -> MessageDataset:
     """Read a JSONL file of conversations.
 
-    A line is `{"messages": [{"role", "content"}, ...], ...}`, a list of `{"role", "content"}`, or one `{"role", "content", ...}`.
+    A line is `{"messages": [{"role", "content", "weight"?}, ...], ...}`, a list of `{"role", "content"}`, or one `{"role", "content", ...}`.
 
     Raises:
         InputError: the file cannot be read, a line is malformed (names file, line and field), or there is no example.
     """
     examples = tuple(_example(line) for line in read_lines(path, 'like {"messages": [{"role": "user", ...}]}'))
-    rows = [[[[m.role, m.content] for m in e.messages], dict(e.fields)] for e in examples]
+    rows = [[[_said(m) for m in e.messages], dict(e.fields)] for e in examples]
     return MessageDataset(source=str(path), examples=examples, sha256=content_sha256(rows))
 
 
@@ -115,19 +116,26 @@ def conversation_key(messages: Sequence[Message]) -> str:
     return json.dumps([[m.role, m.content] for m in messages], ensure_ascii=False)
 
 
-def parse_conversation(value: JSON, where: str) -> tuple[tuple[Message, ...], Mapping[str, JSON]]:
-    """Messages and further fields of one JSON row. Raises InputError that starts with `where` and names the field."""
+def parse_conversation(
+    value: JSON, where: str, *, weighted: bool = False
+) -> tuple[tuple[Message, ...], Mapping[str, JSON]]:
+    """Messages and further fields of one JSON row; `weighted`: with the messages' weights, where they have one.
+
+    Raises InputError that starts with `where` and names the field.
+    """
     if isinstance(value, list):
-        return parse_messages(value, where, ""), {}
+        return parse_messages(value, where, "", weighted=weighted), {}
     if not isinstance(value, dict):
         raise InputError(f"{where}: a row must be an object or a list of messages, got {type(value).__name__}")
     if "messages" in value:
         rows = value["messages"]
         if not isinstance(rows, list):
             raise InputError(f"{where}: messages: must be a list of {{role, content}}, got {type(rows).__name__}")
-        return parse_messages(rows, where, "messages"), {k: v for k, v in value.items() if k != "messages"}
+        return parse_messages(rows, where, "messages", weighted=weighted), {
+            k: v for k, v in value.items() if k != "messages"
+        }
     if "role" in value or "content" in value:
-        return (_message(value, where, ""),), {k: v for k, v in value.items() if k not in ("role", "content")}
+        return (_message(value, where, "", weighted),), {k: v for k, v in value.items() if k not in ("role", "content")}
     raise InputError(f"{where}: has neither `messages` nor `role` and `content`; its keys are {sorted(value)}")
 
 
@@ -146,19 +154,25 @@ def _lines(file: Path) -> Iterator[Line]:
             raise InputError(f"{where}: is not valid JSON: {error.msg} at column {error.colno}") from error
 
 
+def _said(message: Message) -> JSON:
+    """What a message says, for the hash."""
+    weight = [message.weight] if isinstance(message, WeightedMessage) else []
+    return [message.role, message.content, *weight]
+
+
 def _example(line: Line) -> Example:
-    messages, fields = parse_conversation(line.value, line.where)
+    messages, fields = parse_conversation(line.value, line.where, weighted=True)
     return Example(messages=messages, fields=fields, line=line.number)
 
 
-def parse_messages(rows: Sequence[JSON], where: str, field: str) -> tuple[Message, ...]:
+def parse_messages(rows: Sequence[JSON], where: str, field: str, *, weighted: bool = False) -> tuple[Message, ...]:
     """Messages of a JSON list that stands in `field`. Raises InputError that starts with `where` and names the field."""
     if not rows:
         raise InputError(f"{where}: {field or 'the list'}: has no message; it needs at least one")
-    return tuple(_message(row, where, f"{field}[{i}]") for i, row in enumerate(rows))
+    return tuple(_message(row, where, f"{field}[{i}]", weighted) for i, row in enumerate(rows))
 
 
-def _message(row: JSON, where: str, field: str) -> Message:
+def _message(row: JSON, where: str, field: str, weighted: bool) -> Message:
     prefix = f"{field}." if field else ""
     if not isinstance(row, dict):
         raise InputError(
@@ -169,4 +183,14 @@ def _message(row: JSON, where: str, field: str) -> Message:
         raise InputError(f"{where}: {prefix}role: is {role!r}, must be one of {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise InputError(f"{where}: {prefix}content: must be text, got {type(content).__name__}")
-    return Message(str(role), content)
+    if not weighted or "weight" not in row:
+        return Message(str(role), content)
+    return WeightedMessage(str(role), content, _weight(row["weight"], str(role), f"{where}: {prefix}weight"))
+
+
+def _weight(value: JSON, role: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InputError(f"{where}: is {value!r}, must be a number of 0 or more; 0 leaves the message untrained")
+    if role != "assistant":
+        raise InputError(f"{where}: stands at a message of the {role}, but only the assistant's are trained; remove it")
+    return float(value)

@@ -30,6 +30,19 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightedMessage(Message):
+    """An assistant message of supervised data whose tokens count otherwise than others do."""
+
+    weight: float = 1.0
+    """Multiplies the loss of each of its tokens, 0 or more; 0 = not trained."""
+
+
+def weight_of(message: Message) -> float:
+    """How much the message's tokens count in supervised training; 1 unless it says otherwise."""
+    return message.weight if isinstance(message, WeightedMessage) else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Tool:
     """A tool that the model may call, as chat templates show it."""
 

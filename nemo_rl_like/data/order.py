@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.data.content_split import content_hash
 
 
@@ -20,6 +22,11 @@ class DataPosition:
     def advance(self, count: int) -> DataPosition:
         """The position after `count` more examples."""
         return replace(self, consumed=self.consumed + count)
+
+
+def position_of(state: Mapping[str, JSON]) -> DataPosition:
+    """The position that `asdict` made `state` of."""
+    return DataPosition(str(state["dataset_sha256"]), int(str(state["consumed"])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.data.messages import Message, Tool, assistant, user
+from nemo_rl_like.data.messages import Message, Tool, assistant, user, weight_of
 from nemo_rl_like.data.tokenizer import load_tokenizer, require_chat_template
 
 _PROBE = "assistantprobe"
@@ -24,7 +24,9 @@ class TrainedText:
     ids: tuple[int, ...]
     """Token ids."""
     mask: tuple[bool, ...]
-    """[len(ids)] true on tokens the assistant is to write, its end-of-turn token among them."""
+    """[len(ids)] true on tokens the assistant is to write, its end-of-turn token among them, but those of a message of weight 0."""
+    weights: tuple[float, ...]
+    """[len(ids)] weight of the message that each of them belongs to; 0 elsewhere."""
 
 
 class Renderer:
@@ -131,9 +133,13 @@ class Renderer:
             return ()
         whole = self.text(messages, tools, answer_next=False)
         spans = [self._span(messages[: i + 1], tools) for i in turns]
+        weights = [weight_of(messages[i]) for i in turns]
         if all(whole.startswith(through[:end]) for through, _, end in spans):
-            return (self._trained(whole, [(start, end) for _, start, end in spans]),)
-        return tuple(self._trained(through[:end], [(start, end)]) for through, start, end in spans)
+            return (self._trained(whole, [(start, end) for _, start, end in spans], weights),)
+        return tuple(
+            self._trained(through[:end], [(start, end)], [weight])
+            for (through, start, end), weight in zip(spans, weights, strict=True)
+        )
 
     def _span(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, int, int]:
         """The text up to and with the last message, and where that message's trained part starts and ends in it."""
@@ -149,16 +155,18 @@ class Renderer:
             )
         return through, len(asked), len(through) - len(self._closing_rest)
 
-    def _trained(self, text: str, spans: Sequence[tuple[int, int]]) -> TrainedText:
+    def _trained(self, text: str, spans: Sequence[tuple[int, int]], spans_weights: Sequence[float]) -> TrainedText:
         ids: list[int] = []
-        mask: list[bool] = []
+        weights: list[float] = []
+        cuts = [cut for span in spans for cut in span]
+        between = [weight for span_weight in spans_weights for weight in (0.0, span_weight)]
         done = 0
-        for cut, trained in [*((cut, i == 1) for span in spans for i, cut in enumerate(span)), (len(text), False)]:
+        for cut, weight in [*zip(cuts, between, strict=True), (len(text), 0.0)]:
             piece = self._piece(ids, text, done, cut)
             ids += piece
-            mask += [trained] * len(piece)
+            weights += [weight] * len(piece)
             done = cut
-        return TrainedText(tuple(ids), tuple(mask))
+        return TrainedText(tuple(ids), tuple(weight > 0 for weight in weights), tuple(weights))
 
     def _piece(self, ids: Sequence[int], text: str, start: int, end: int) -> Sequence[int]:
         """Ids of text[start:end] that follow `ids`: in context where the tokens cut there, else on their own, as when sampled."""

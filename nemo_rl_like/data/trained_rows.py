@@ -46,9 +46,15 @@ def fits(text: TrainedText, max_tokens: int, too_long: TooLong, what: str) -> bo
 
 
 def row_of(
-    text: TrainedText, *, prompt_id: int, group_id: int, episode_id: int, columns: Mapping[str, float] | None = None
+    text: TrainedText,
+    *,
+    prompt_id: int,
+    group_id: int,
+    episode_id: int,
+    columns: Mapping[str, float] | None = None,
+    weighted: bool = False,
 ) -> Row:
-    """One row; no engine sampled it."""
+    """One row; no engine sampled it. `weighted`: with its tokens' weights as the extra `weight`."""
     # No token predicts the first one, so it is never trained.
     mask = (False, *text.mask[1:])
     count = len(text.ids)
@@ -62,4 +68,5 @@ def row_of(
         group_id=group_id,
         episode_id=episode_id,
         columns=columns or {},
+        extras={"weight": text.weights} if weighted else {},
     )

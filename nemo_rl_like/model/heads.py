@@ -65,6 +65,8 @@ class TokenOutputs:
     """float32 [M] entropy of that distribution, if asked for."""
     collision: Tensor | None
     """float32 [M] log sum_v p(v)^2 of it, without gradient, if asked for."""
+    log_norm: Tensor | None = None
+    """float32 [M] logsumexp(logits / temperature), if asked for."""
 
 
 def output_head(model: MegatronModel) -> OutputHead:
@@ -86,6 +88,7 @@ def token_logprobs(
     chunk_tokens: int,
     want_entropy: bool = False,
     want_collision: bool = False,
+    want_log_norm: bool = False,
 ) -> TokenOutputs:
     """Log-probs of `targets` [M], or of K tokens a place [M, K], from `hidden` [M, H], differentiable in it and the head's weight.
 
@@ -99,11 +102,11 @@ def token_logprobs(
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"temperature is {temperature} and chunk_tokens {chunk_tokens}; both must be positive")
     ids = targets[:, None] if targets.dim() == 1 else targets
-    wanted = _Wanted(want_entropy, want_collision)
-    logprobs, entropy, collision = _TokenLogprobs.apply(
+    wanted = _Wanted(want_entropy, want_collision, want_log_norm)
+    logprobs, entropy, collision, log_norm = _TokenLogprobs.apply(
         hidden, head.weight, ids, head, temperature, chunk_tokens, wanted, torch.is_grad_enabled()
     )
-    return TokenOutputs(logprobs.view(targets.shape), entropy, collision)
+    return TokenOutputs(logprobs.view(targets.shape), entropy, collision, log_norm)
 
 
 def token_scores(hidden: Tensor, model: MegatronModel) -> Tensor:
@@ -140,11 +143,12 @@ class _Wanted:
 
     entropy: bool
     collision: bool
+    log_norm: bool
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With p the softmax, g_k and e the gradients of K log-probs and entropy H, and g their sum, the gradient of logit v is
-    sum of g_k (v = target k) - p_v (g + e H) - e p_v log p_v.
+    """With p the softmax, g_k, e and l the gradients of K log-probs, entropy H and log-normaliser, and g the sum of g_k, the gradient
+    of logit v is sum of g_k (v = target k) - p_v (g - l + e H) - e p_v log p_v.
     """
 
     @staticmethod
@@ -158,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         wanted: _Wanted,
         with_grad: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         shard = _Shard(weight, head.first_token, head.real_rows, temperature)
         chunks = _chunks(hidden.shape[0], chunk_tokens)
         keep_from = len(chunks) - (_kept_chunks(chunk_tokens, head.real_rows) if with_grad else 0)
@@ -176,11 +180,15 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, log_norm, log_norm - mean_logit)
         ctx.shard, ctx.chunks, ctx.kept, ctx.group = shard, chunks, kept, head.tp_group
         ctx.set_materialize_grads(False)
-        return target_logits - log_norm[:, None], entropy, collision
+        return target_logits - log_norm[:, None], entropy, collision, log_norm.clone() if wanted.log_norm else None
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        _: Tensor | None,
+        grad_log_norm: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
@@ -191,11 +199,16 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(targets, dtype=torch.float32)
+        grad_softmax = grad_logprobs.sum(dim=1)
+        if grad_log_norm is not None:
+            grad_softmax = grad_softmax - grad_log_norm
         for i, part in reversed(list(enumerate(ctx.chunks))):
             chunk = _Chunk(hidden[part], targets[part], log_norm[part], entropy[part])
-            grad_e = None if grad_entropy is None else grad_entropy[part]
+            grads = _Gradients(
+                grad_logprobs[part], grad_softmax[part], None if grad_entropy is None else grad_entropy[part]
+            )
             kept, ctx.kept[i] = ctx.kept[i], None
-            shard.backward(chunk, kept, grad_logprobs[part], grad_e, grad_hidden[part], grad_weight)
+            shard.backward(chunk, kept, grads, grad_hidden[part], grad_weight)
         if ctx.group is not None and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=ctx.group)
         to_weight = None if grad_weight is buffer or grad_weight is None else grad_weight.to(weight.dtype)
@@ -221,6 +234,18 @@ class _Chunk:
     """[c, K]"""
     log_norm: Tensor
     entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Of one chunk's outputs."""
+
+    targets: Tensor
+    """[c, K] of the log-probs."""
+    softmax: Tensor
+    """[c] what multiplies -p: the sum of those, less the log-normaliser's."""
+    entropy: Tensor | None
+    """[c]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +277,7 @@ class _Shard:
         self,
         chunk: _Chunk,
         kept: _Exponentials | None,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor | None,
+        grads: _Gradients,
         grad_hidden: Tensor,
         grad_weight: Tensor | None,
     ) -> None:
@@ -261,8 +285,8 @@ class _Shard:
         if self.real_rows == 0:
             return
         here, row = self._local(chunk.targets)
-        at_targets = grad_logprobs * here
-        matrix, scale = self._softmax_part(chunk, kept, grad_logprobs.sum(dim=1), grad_entropy)
+        at_targets = grads.targets * here
+        matrix, scale = self._softmax_part(chunk, kept, grads.softmax, grads.entropy)
         weight = self.weight[: self.real_rows]
         lone = row.shape[1] == 1
         if lone:

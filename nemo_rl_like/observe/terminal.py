@@ -186,6 +186,18 @@ def preference_batch(pairs: int, steps: int, *, unpaired: bool) -> str:
     return f"{steps} optimizer steps x {pairs} {what} = {pairs * steps} {what}"
 
 
+def pretrain_batch(rows: int, tokens: int | None, steps: int) -> str:
+    """Batch arithmetic of a pretraining stage in one line."""
+    if tokens is None:
+        return f"{steps} optimizer steps x {rows} rows of the context's length"
+    return f"{steps} optimizer steps x {rows} rows x {tokens} tokens = {steps * rows * tokens} tokens"
+
+
+def sample_batch(tasks: int | None, samples: int, keep: int) -> str:
+    """Batch arithmetic of a sample stage in one line."""
+    return f"{'all' if tasks is None else tasks} prompts x {samples} samples, at most {keep} kept of each prompt"
+
+
 def printable(text: str) -> str:
     """`text` with every control character but the line break shown as its escape, so that a sampled response cannot
     move the cursor or change colours."""

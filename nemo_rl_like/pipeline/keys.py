@@ -19,7 +19,9 @@ from nemo_rl_like.spec.experiment import (
     StageSpec,
 )
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.pretrain import PretrainStageSpec, TextDataSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
+from nemo_rl_like.spec.sample import SampleStageSpec
 
 KEY_FORMAT = 1
 """Raised when the meaning of a key changes."""
@@ -70,7 +72,7 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     if uses_environment(stage) and spec.environment is not None:
         values |= _flat("environment", spec.environment.model_dump(mode="json", exclude={"processes"}))
     samples = isinstance(stage, DistillStageSpec) and stage.sampled_per_step > 0
-    if samples or isinstance(stage, RlStageSpec | EvaluateStageSpec):
+    if samples or isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec):
         values |= _flat("engine", spec.engine.model_dump(mode="json", include=_ENGINE_RESULTS))
     values |= _flat("file", _stage_files(stage, spec))
     values |= _flat("input", {name: {"key": key, "content": content} for name, (key, content) in inputs.items()})
@@ -81,7 +83,7 @@ def uses_environment(stage: StageSpec) -> bool:
     """Whether the stage asks the environment for tasks."""
     if isinstance(stage, SftStageSpec):
         return stage.data.environment_demonstrations
-    return isinstance(stage, RlStageSpec | EvaluateStageSpec)
+    return isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec)
 
 
 def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:
@@ -108,6 +110,10 @@ def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
             hashes[field] = fingerprint_path(_existing(field, teacher.path))
     if isinstance(stage, DistillStageSpec) and stage.data.stored_logits is not None:
         hashes["data.stored_logits"] = hash_path(_existing("data.stored_logits", stage.data.stored_logits))
+    if isinstance(stage, PretrainStageSpec):
+        hashes |= _text_files("data", stage.data)
+    if isinstance(stage, SftStageSpec | RlStageSpec) and stage.ptx is not None:
+        hashes |= _text_files("ptx", stage.ptx)
     if uses_environment(stage) and spec.environment is not None:
         hashes |= _environment_files(spec.environment)
     return hashes
@@ -123,6 +129,10 @@ def _rl_files(stage: RlStageSpec) -> dict[str, str]:
     if code.endswith(".py"):
         found["loop"] = hash_path(_existing("loop", code))
     return found
+
+
+def _text_files(field: str, text: TextDataSpec) -> dict[str, str]:
+    return {f"{field}.paths.{i}": hash_path(_existing(f"{field}.paths", p)) for i, p in enumerate(text.paths)}
 
 
 def _environment_files(environment: EnvironmentSpec) -> dict[str, str]:

@@ -14,12 +14,14 @@ from nemo_rl_like.pipeline.wiring import Wire, wire
 from nemo_rl_like.spec.experiment import ExperimentSpec, StageSpec
 
 STAGE_CLASSES: Mapping[str, str] = {
+    "pretrain": "nemo_rl_like.stages.pretrain:PretrainStage",
     "sft": "nemo_rl_like.stages.sft:SftStage",
     "rl": "nemo_rl_like.stages.rl:RlStage",
     "preference": "nemo_rl_like.stages.preference:PreferenceStage",
     "reward_model": "nemo_rl_like.stages.reward_model:RewardModelStage",
     "distill": "nemo_rl_like.stages.distill:DistillStage",
     "teacher_logits": "nemo_rl_like.stages.teacher_logits:TeacherLogitsStage",
+    "sample": "nemo_rl_like.stages.sample:SampleStage",
     "evaluate": "nemo_rl_like.stages.evaluate:EvaluateStage",
     "export": "nemo_rl_like.stages.export:ExportStage",
 }

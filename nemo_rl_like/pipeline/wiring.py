@@ -14,11 +14,13 @@ from nemo_rl_like.spec.experiment import (
     ExperimentSpec,
     ExportStageSpec,
     RlStageSpec,
+    SftStageSpec,
     StageSpec,
     stage_name,
 )
 from nemo_rl_like.spec.nearest import nearest
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
+from nemo_rl_like.spec.sample import SampleStageSpec
 
 RESERVED = ("run.json", "status.json", "spec.yaml", "report.json", "logs")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -38,7 +40,7 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
 
     Raises:
         SpecError: lists every reference to a stage that is not there, comes later or makes something else, every export
-            without a checkpoint to export, and every name that cannot be a folder's.
+            without a checkpoint to export, every `sft` without data, and every name that cannot be a folder's.
     """
     wires: list[Wire] = []
     problems: list[str] = []
@@ -57,6 +59,10 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
         if isinstance(stage, ExportStageSpec) and not sources:
             problems.append(
                 f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference`, `distill` or `rl` before it"
+            )
+        if isinstance(stage, SftStageSpec) and stage.data.is_made and not _dataset(stage, before).sources:
+            problems.append(
+                f"stages.{name}.data: no source; give `path` or `environment_demonstrations: true`, or put a `sample` stage before it"
             )
         wires.append(Wire(name, stage, sources))
     if problems:
@@ -89,10 +95,18 @@ def _taken(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[_Taken, ...]:
         made_by = (*TRAINING_STAGES, RewardModelStageSpec)
         return (_Taken(_given_or_last(stage.checkpoint, makers), "checkpoint", made_by, "a checkpoint"),)
     taken = [_Taken(_given_or_last(stage.init_from, makers), "init_from", TRAINING_STAGES, "a checkpoint")]
+    if isinstance(stage, SftStageSpec) and stage.data.is_made:
+        taken.append(_dataset(stage, before))
     if isinstance(stage, RlStageSpec) and stage.reward_model is not None and stage.reward_model.stages:
         judges = stage.reward_model.stages
         taken.append(_Taken(judges, "reward_model.stages", (RewardModelStageSpec,), "a reward model"))
     return tuple(taken)
+
+
+def _dataset(stage: SftStageSpec, before: Sequence[StageSpec]) -> _Taken:
+    """The data that an earlier stage makes."""
+    sources = _given_or_last(stage.data.from_stage, _names(before, (SampleStageSpec,)))
+    return _Taken(sources, "data.from_stage", (SampleStageSpec,), "a dataset")
 
 
 def _given_or_last(given: str | None, makers: Sequence[str]) -> tuple[str, ...]:

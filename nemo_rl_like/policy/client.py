@@ -9,7 +9,7 @@ from typing import cast
 
 import ray
 
-from nemo_rl_like.algorithms.objectives import Objective
+from nemo_rl_like.algorithms.objectives import Auxiliary, Objective
 from nemo_rl_like.checkpoint.layout import SECTIONS
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
@@ -21,7 +21,7 @@ from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 RANK = "nemo_rl_like.policy.rank:PolicyRank"
 POLICY, CRITIC = "policy", "critic"
-CRITIC_PREFIX, REFERENCE_PREFIX = "critic-", "reference-"
+CRITIC_PREFIX, REFERENCE_PREFIX, AVERAGE_PREFIX = "critic-", "reference-", "average-"
 """Before the names of these models' folders in a checkpoint."""
 
 
@@ -97,9 +97,11 @@ class Policy:
         temperature: float = 1.0,
         gap: GapLimit | None = None,
         what: str = "update",
+        auxiliary: tuple[ray.ObjectRef, Auxiliary] | None = None,
     ) -> dict[str, float]:
         """One optimizer step; see `PolicyRank.train_step`."""
-        got = self.group.call(self.service, "train_step", batch, rows, objective, temperature, gap, what=what)
+        further = () if auxiliary is None else (auxiliary,)
+        got = self.group.call(self.service, "train_step", batch, rows, objective, temperature, gap, *further, what=what)
         return cast(dict[str, float], got)
 
     def logprobs(
@@ -158,13 +160,16 @@ class TrainedModels:
     critic: Policy | None = None
     reference: Policy | None = None
     """A reference that moves; None: it stays as it was, and is found where the stage started from."""
+    average: Policy | None = None
+    """The moving average of the policy's weights."""
 
     @property
     def sections(self) -> tuple[str, ...]:
         """Folders of a checkpoint that hold shards."""
         critic = tuple(f"{CRITIC_PREFIX}{name}" for name in SECTIONS) if self.critic is not None else ()
         reference = (f"{REFERENCE_PREFIX}weights",) if self.reference is not None else ()
-        return (*SECTIONS, *critic, *reference)
+        average = (f"{AVERAGE_PREFIX}weights",) if self.average is not None else ()
+        return (*SECTIONS, *critic, *reference, *average)
 
     def save(self, folder: Path) -> tuple[ShardFile, ...]:
         """Write every model under a checkpoint's temporary folder."""
@@ -173,6 +178,8 @@ class TrainedModels:
             parts.append(self.critic.save(folder, CRITIC_PREFIX))
         if self.reference is not None:
             parts.append(self.reference.save(folder, REFERENCE_PREFIX))
+        if self.average is not None:
+            parts.append(self.average.save(folder, AVERAGE_PREFIX))
         return tuple(shard for part in parts for shard in part)
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
@@ -182,3 +189,5 @@ class TrainedModels:
             self.critic.load(folder, updates[CRITIC], CRITIC_PREFIX)
         if self.reference is not None:
             self.reference.load(folder, prefix=REFERENCE_PREFIX)
+        if self.average is not None:
+            self.average.load(folder, prefix=AVERAGE_PREFIX)

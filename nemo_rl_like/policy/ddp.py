@@ -61,9 +61,14 @@ def run_schedule(
     forward: ForwardStep,
     *,
     training: bool,
+    finalize: bool = True,
 ) -> None:
-    """Run Megatron's schedule for this pipeline layout over the micro-batches; with gradients if `training`."""
+    """Run Megatron's schedule for this pipeline layout over the micro-batches; with gradients if `training`.
+
+    Without `finalize` the gradients stay in the ranks' buffers, not yet summed over ranks, for the next schedule to add to.
+    """
     model.config.calculate_per_token_loss = True
+    model.config.finalize_model_grads_func = finalize_model_grads if finalize else None
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(training):
         schedule(

@@ -1,4 +1,4 @@
-"""`ReferenceMixer`: moves a frozen model's weights towards the policy's, on the ranks that hold both."""
+"""`ReferenceMixer`: moves another model's weights towards the policy's, on the ranks that hold both."""
 
 from __future__ import annotations
 

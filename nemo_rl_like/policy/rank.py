@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_like.algorithms.objectives import Objective, Outputs, StepStats
+from nemo_rl_like.algorithms.objectives import Auxiliary, Objective, Outputs, StepStats
 from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
@@ -55,6 +55,10 @@ class Walk:
     stats: StepStats | None = None
     keep_entropy: bool = False
     """Return the entropy of every scored token too."""
+    scale: float = 1.0
+    """Multiplies the loss, not the metrics."""
+    finalize: bool = True
+    """Sum the gradients over ranks at the end; False: another walk of the same step follows and does it."""
 
     @property
     def with_entropy(self) -> bool:
@@ -65,6 +69,11 @@ class Walk:
     def with_collision(self) -> bool:
         """Whether the log of the sum of squared probabilities is computed beside log-probs."""
         return self.objective is not None and self.objective.needs_collision
+
+    @property
+    def with_log_norm(self) -> bool:
+        """Whether the log-normaliser is computed beside log-probs."""
+        return self.objective is not None and self.objective.needs_log_norm
 
     def together(self, batch: TokenBatch) -> Tensor | None:
         """int64 [B]: rows of equal numbers are in the same pass."""
@@ -144,9 +153,11 @@ class PolicyRank:
         objective: Objective,
         temperature: float = 1.0,
         gap: GapLimit | None = None,
+        auxiliary: tuple[TokenBatch, Auxiliary] | None = None,
     ) -> dict[str, float]:
         """One optimizer step on these rows of the batch (None: all of them); returns its metrics.
 
+        With `auxiliary` the gradient is the sum of the objective's and coef times that of the further loss on a batch of its own.
         `gap` also compares the current log-probs with the engine's before anything is updated. Raises GapExceeded, and
         NonFinite when the loss or a gradient is not finite; the weights are then as before.
         """
@@ -157,13 +168,23 @@ class PolicyRank:
         stats = objective.prepare(part)
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
+        names, further = objective.metric_names, []
+        if auxiliary is not None:
+            names, further = (*names, *auxiliary[1].metric_names), [self._add_gradients(*auxiliary)]
         walked = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
-        metrics = self._report(part, stats.live_rows, walked, objective.metric_names, gap)
+        walked = replace(walked, sums=torch.cat([walked.sums, *further]))
+        metrics = self._report(part, stats.live_rows, walked, names, gap)
         step = optimizer.step()
         if step is None:
             raise NonFinite(f"update {optimizer.updates}: a gradient is not finite, the step was not made")
         faults.point("optimizer.mid")
         return {**metrics, "grad_norm": step.grad_norm, "lr": step.lr, "trained_rows": float(stats.live_rows.sum())}
+
+    def _add_gradients(self, batch: TokenBatch, auxiliary: Auxiliary) -> Tensor:
+        """Add the further loss's gradients to those of the step, before the step's own walk; sums of its metrics."""
+        stats = auxiliary.objective.prepare(batch)
+        walk = Walk(1.0, auxiliary.objective, stats, scale=auxiliary.coef, finalize=False)
+        return self._walk(batch, stats.live_rows, walk, training=True).sums
 
     def evaluate_loss(self, batch: TokenBatch, objective: Objective, temperature: float = 1.0) -> dict[str, float]:
         """The objective's metrics on the whole batch, without a step."""
@@ -248,10 +269,11 @@ class PolicyRank:
                 values = {name: value[index] for name, value in inputs.items()}
                 part = walk.objective.loss(outputs, values, weights[index], walk.stats)
                 sums.add_(torch.stack([part.metrics[name].float() for name in names]))
-                loss = part.loss
+                loss = part.loss * walk.scale
             return loss, torch.zeros((), dtype=torch.int, device=device), None
 
-        run_schedule(self._ddp if training and self._ddp else self.model, micro_batches, forward, training=training)
+        model = self._ddp if training and self._ddp else self.model
+        run_schedule(model, micro_batches, forward, training=training, finalize=walk.finalize)
         return Walked(*self._share(flat, entropy, sums))
 
     def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
@@ -269,10 +291,11 @@ class PolicyRank:
             chunk_tokens=self._spec.logprob_chunk_tokens,
             want_entropy=walk.with_entropy,
             want_collision=walk.with_collision,
+            want_log_norm=walk.with_log_norm,
         )
         if candidates is None:
-            return Outputs(out.logprobs, out.entropy, out.collision)
-        return Outputs(out.logprobs[:, 0], out.entropy, out.collision, out.logprobs[:, 1:])
+            return Outputs(out.logprobs, out.entropy, out.collision, log_norm=out.log_norm)
+        return Outputs(out.logprobs[:, 0], out.entropy, out.collision, out.logprobs[:, 1:], out.log_norm)
 
     def _share(self, *parts: Tensor) -> Sequence[Tensor]:
         """What the last stages computed, summed over data-parallel ranks, on every rank: one all-reduce."""

@@ -83,7 +83,7 @@ class CollectPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Collected:
+class Collected:
     """The episodes of one rollout."""
 
     plan: CollectPlan
@@ -102,7 +102,7 @@ class _Collected:
         """Every episode: the policy's, then greedy ones, then the opponent's."""
         return [*self.episodes, *(self.greedy or ()), *(self.opponents or ())]
 
-    def with_all(self, episodes: Sequence[Episode]) -> _Collected:
+    def with_all(self, episodes: Sequence[Episode]) -> Collected:
         """The same rollout with others in the place of `all`."""
         left = iter(episodes)
         mine, greedy, theirs = (
@@ -145,7 +145,7 @@ class RolloutService:
         self._run_seed = run_seed
         self._max_context = max_context
         self._tasks: dict[str, dict[str, Task]] = {}
-        self._last: _Collected | None = None
+        self._last: Collected | None = None
         self._loop = LoopThread("environments")
         self._pool = EnvironmentPool(self._spec, extra_env=extra_env)
         self._loop.run(self._pool.start())
@@ -193,17 +193,29 @@ class RolloutService:
         """The first half of `collect`: sample and grade the plan's episodes, and keep them here. Raises as `collect` does."""
         known = self._split(TRAIN)
         tasks = [_known(known, task_id) for task_id in plan.task_ids]
-        plans = self._plans(tasks, plan.samples_per_prompt, purpose=TRAIN, step=plan.step, first_group=plan.first_group)
         runner = self._runner(engine, plan.sampling.max_new_tokens)
         restarts = self._pool.restarts
+        episodes = self._sampled(runner, plan, tasks, TRAIN)
+        greedy = self._greedy(runner, plan, tasks) if plan.greedy else None
+        self._last = Collected(plan, episodes, greedy, self._pool.restarts - restarts, runner.timing.seconds)
+
+    def _sampled(self, runner: EpisodeRunner, plan: CollectPlan, tasks: Sequence[Task], purpose: str) -> list[Episode]:
+        """The plan's episodes, group by group; `purpose` is part of every seed."""
+        samples, group = plan.samples_per_prompt, plan.first_group
+        plans = self._plans(tasks, samples, purpose=purpose, step=plan.step, first_group=group)
         episodes = runner.run(plans, self._engine_sampling(plan.sampling))
         _check_versions(episodes, plan.version)
-        greedy = self._greedy(runner, plan, tasks) if plan.greedy else None
-        self._last = _Collected(plan, episodes, greedy, self._pool.restarts - restarts, runner.timing.seconds)
+        return episodes
 
     def _made(self) -> tuple[TokenBatch, RolloutSummary]:
         """Batch and summary of the last sampled episodes. Raises TooManyInvalid."""
         last = self._collected()
+        summary = self._summary(last)
+        greedy = None if last.greedy is None else {episode.group_id: episode.reward for episode in last.greedy}
+        return batch_rows(episode_rows(last.episodes, greedy, last.opponents)), summary
+
+    def _summary(self, last: Collected) -> RolloutSummary:
+        """Small numbers of these episodes. Raises TooManyInvalid."""
         summary = summarize(
             last.episodes,
             step=last.plan.step,
@@ -213,8 +225,7 @@ class RolloutService:
             show=last.plan.show,
         )
         self._check_invalid(summary, last.episodes)
-        greedy = None if last.greedy is None else {episode.group_id: episode.reward for episode in last.greedy}
-        return batch_rows(episode_rows(last.episodes, greedy, last.opponents)), summary
+        return summary
 
     def collect_to_store(
         self, plan: CollectPlan, engine: Generator
@@ -275,7 +286,7 @@ class RolloutService:
             self._last = last.with_all(judged(last.all, scores, spec, scored=self._spec.scores))
         return self.batch_to_store()
 
-    def _collected(self) -> _Collected:
+    def _collected(self) -> Collected:
         if self._last is None:
             raise RuntimeError("nothing was sampled yet")
         return self._last

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.algorithm import CRITIC, GROUP_RELATIVE, AlgorithmSpec, PassAtKAdvantage
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
+from nemo_rl_like.spec.pretrain import PretrainStageSpec, PtxSpec
 from nemo_rl_like.spec.reward_model import RewardModelSpec, RewardModelStageSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, SamplingSpec, StageBase
+from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, OptimizerSpec, SamplingSpec, StageBase
 
 DType = Literal["float32", "bfloat16"]
 
@@ -212,19 +214,27 @@ class EnvironmentSpec(Spec):
 
 
 class SftDataSpec(Spec):
-    """Supervised data: a file of messages, or demonstrations of the environment's tasks."""
+    """Supervised data: a file of messages, demonstrations of the environment's tasks, or what a `sample` stage kept."""
 
     path: str | None = None
-    """JSONL file: one {"messages": [...]} a line; assistant messages are trained."""
+    """JSONL file: one {"messages": [...]} a line; assistant messages are trained, each times its own "weight" if it has one."""
     environment_demonstrations: bool = False
     """Use the environment's own right answers on its train split."""
+    from_stage: str | None = None
+    """Stage whose dataset is trained; default: the last `sample` stage before this one, if no other source is given."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of `path` held out for the validation loss (the environment has a validation split of its own)."""
+    """Part of the data held out for the validation loss (the environment has a validation split of its own)."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether an earlier stage makes the data."""
+        return self.path is None and not self.environment_demonstrations
 
     @model_validator(mode="after")
     def _one_source(self) -> SftDataSpec:
-        if (self.path is not None) == self.environment_demonstrations:
-            raise ValueError("give exactly one of `path` and `environment_demonstrations: true`")
+        given = [self.path is not None, self.environment_demonstrations, self.from_stage is not None]
+        if sum(given) > 1:
+            raise ValueError("give at most one of `path`, `environment_demonstrations: true` and `from_stage`")
         return self
 
 
@@ -233,16 +243,22 @@ class SftStageSpec(StageBase):
 
     kind: Literal["sft"] = "sft"
     """Stage kind."""
-    data: SftDataSpec
-    """Training data."""
+    data: SftDataSpec = SftDataSpec()
+    """Training data; default: what the last `sample` stage before this one kept."""
     steps: PositiveInt = 100
     """Optimizer steps."""
     examples_per_step: PositiveInt = 64
     """Examples in one optimizer step."""
     loss: Literal["cross_entropy", "dft"] = "cross_entropy"
     """`dft` weighs each token's cross-entropy by its probability (dynamic fine-tuning); validation is cross-entropy either way."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean squared log-normaliser, which keeps logits from drifting (1e-4 is usual); 0 = off."""
     optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
     """Optimizer and schedule."""
+    ema: EmaSpec | None = None
+    """Average the weights over the steps; default: off."""
+    ptx: PtxSpec | None = None
+    """Mix the loss of pretraining text into each optimizer step; default: off."""
     validate_every_steps: NonNegativeInt = 0
     """Validation loss every this many steps; 0 = never."""
     validation_examples: PositiveInt = 256
@@ -305,6 +321,8 @@ class RlStageSpec(StageBase):
     own_ranks: tuple[OwnRanks, ...] = ()
     """Models on ranks of their own, laid out as the policy's (each reward model of an ensemble has some); the others share the policy's
     ranks, in turn with it."""
+    ptx: PtxSpec | None = None
+    """Mix the loss of pretraining text into each optimizer step; default: off."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and schedule."""
     evaluate_every_steps: NonNegativeInt = 0
@@ -447,17 +465,19 @@ class ExportStageSpec(StageBase):
 
 RlStageSpec.model_rebuild()
 StageSpec = Annotated[
-    SftStageSpec
+    PretrainStageSpec
+    | SftStageSpec
     | RlStageSpec
     | PreferenceStageSpec
     | RewardModelStageSpec
     | DistillStageSpec
     | TeacherLogitsStageSpec
+    | SampleStageSpec
     | EvaluateStageSpec
     | ExportStageSpec,
     Field(discriminator="kind"),
 ]
-TRAINING_STAGES = (SftStageSpec, RlStageSpec, PreferenceStageSpec, DistillStageSpec)
+TRAINING_STAGES = (PretrainStageSpec, SftStageSpec, RlStageSpec, PreferenceStageSpec, DistillStageSpec)
 """Stages that train a policy: each makes a checkpoint that writes text."""
 
 
@@ -495,7 +515,7 @@ class ExperimentSpec(Spec):
     engine: EngineSpec = EngineSpec()
     """What samples from the policy."""
     environment: EnvironmentSpec | None = None
-    """What asks and judges; needed by `rl`, `evaluate` and demonstrations."""
+    """What asks and judges; needed by `rl`, `sample`, `evaluate` and demonstrations."""
     stages: Annotated[tuple[StageSpec, ...], Field(min_length=1)]
     """The pipeline: stages in order."""
     logging: LoggingSpec = LoggingSpec()
@@ -518,7 +538,7 @@ class ExperimentSpec(Spec):
         if twice:
             raise ValueError(f"`stages` has the name {twice[0]!r} more than once; give each a `name` of its own")
         for stage in self.stages:
-            asks = isinstance(stage, RlStageSpec | EvaluateStageSpec) or (
+            asks = isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec) or (
                 isinstance(stage, SftStageSpec) and stage.data.environment_demonstrations
             )
             if asks and self.environment is None:

@@ -42,6 +42,15 @@ class OptimizerSpec(Spec):
             raise ValueError(f"`optimizer.warmup_steps` is {self.warmup_steps}, must be at most {end} optimizer steps")
 
 
+class EmaSpec(Spec):
+    """An exponential moving average of the weights, in float32 beside the model: four further bytes a parameter."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Share of the old average that stays after each optimizer step."""
+    use: bool = True
+    """Hand the average on: later stages, `nrl eval`, `nrl chat` and `nrl export` get it; false: it only stands in checkpoints."""
+
+
 class CheckpointSpec(Spec):
     """When checkpoints are written and which are kept."""
 
@@ -56,7 +65,7 @@ class CheckpointSpec(Spec):
 
 
 class SamplingSpec(Spec):
-    """How training rollouts sample. Filters (top-p, top-k, min-p, penalties) do not exist here: they would bias the log-probs."""
+    """How rollouts sample. Filters (top-p, top-k, min-p, penalties) do not exist here: they would bias the log-probs."""
 
     temperature: PositiveFloat = 1.0
     """Divides the logits."""

@@ -18,6 +18,7 @@ from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.seeds import seed_of
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, EvaluationSpec, ExperimentSpec, stage_name
 from nemo_rl_like.spec.loader import load_spec
+from nemo_rl_like.stages.averaging import AVERAGED
 from nemo_rl_like.stages.evaluate import evaluate, evaluator
 from nemo_rl_like.stages.export import write_export
 from nemo_rl_like.stages.session import shared_session
@@ -113,7 +114,8 @@ def _checkpoint(source: Path) -> Artifact:
     spec = load_spec(source / SPEC)
     for stage in reversed(spec.stages):
         if isinstance(stage, TRAINING_STAGES):
-            for folder in step_folders(source / stage_name(stage) / CHECKPOINTS):
-                verify(folder)
-                return Checkpoint(folder, "")
+            for kind in (AVERAGED, CHECKPOINTS):  # an average is what the stage hands on
+                for folder in step_folders(source / stage_name(stage) / kind):
+                    verify(folder)
+                    return Checkpoint(folder, "")
     raise InputError(f"{source} has no checkpoint yet; let a training stage save one first")

@@ -20,7 +20,7 @@ from nemo_rl_like.spec.experiment import EvaluateStageSpec, EvaluationSpec, Expe
 from nemo_rl_like.stages.preflight import check_tasks, problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
-from nemo_rl_like.stages.workers import host_rollout, worker_group
+from nemo_rl_like.stages.workers import ROLLOUT_SERVICE, host_rollout, worker_group
 from nemo_rl_like.training.engine import RunEngine
 from nemo_rl_like.training.step_services import ROLLOUT
 
@@ -61,11 +61,13 @@ class EvaluateStage:
 
 
 @contextmanager
-def evaluator(spec: ExperimentSpec, run_folder: Path, model: StartModel) -> Iterator[tuple[WorkerGroup, RunEngine]]:
-    """Policy, engine and rollout worker for evaluations of `model`."""
+def evaluator(
+    spec: ExperimentSpec, run_folder: Path, model: StartModel, service: str = ROLLOUT_SERVICE
+) -> Iterator[tuple[WorkerGroup, RunEngine]]:
+    """Policy, engine and rollout worker (of class `service`) for `model` as it is."""
     session = shared_session(spec.cluster, run_folder)
     with worker_group(session) as workers:
-        host_rollout(workers, spec, model.folder, model.config)
+        host_rollout(workers, spec, model.folder, model.config, service)
         policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
         try:
             engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)

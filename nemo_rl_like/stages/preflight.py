@@ -22,6 +22,7 @@ from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, RlStageSpec, stage_name
+from nemo_rl_like.spec.sample import SampleStageSpec
 from nemo_rl_like.stages.workers import context_tokens, environment_of
 from nemo_rl_like.training.trainer import CHECKPOINTS
 
@@ -149,10 +150,10 @@ def check_engine(spec: ExperimentSpec) -> None:
         )
 
 
-def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec | DistillStageSpec) -> None:
+def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec | DistillStageSpec | SampleStageSpec) -> None:
     """vLLM finds weights on disk when it starts. Raises SpecError for a first stage whose model is made from scratch."""
-    first = next(s for s in spec.stages if isinstance(s, TRAINING_STAGES))
-    if spec.engine.kind == "vllm" and spec.model.init is not None and stage == first:
+    trained = any(isinstance(s, TRAINING_STAGES) for s in spec.stages[: spec.stages.index(stage)])
+    if spec.engine.kind == "vllm" and spec.model.init is not None and not trained:
         raise SpecError(
             f"stage {stage_name(stage)} starts from the random weights of `model.init`, and vLLM starts from weights on disk; "
             "train them first (an `sft` stage before it), give `model.path`, or set `engine.kind: embedded`"

@@ -22,6 +22,7 @@ from nemo_rl_like.stages.preflight import (
     problems_of,
     prompts_are_known_early,
 )
+from nemo_rl_like.stages.ptx import check_ptx, start_ptx
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model, weights_of
 from nemo_rl_like.stages.training import train
@@ -49,6 +50,7 @@ class RlStage:
         if self.stage.evaluate_every_steps and self.stage.evaluation is not None:
             splits.append(self.stage.evaluation.split)
         checks: list[Callable[[], object]] = [partial(check_tasks, self.spec, split) for split in splits]
+        checks.append(partial(check_ptx, self.stage.ptx, self.spec))
         if self.stage.loop is not None:
             checks.append(partial(dataflow_of, self.stage))
         if self.stage.teacher is not None:
@@ -71,7 +73,8 @@ class RlStage:
                 workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
             with self._models(context, model, self._judge_folders(inputs)) as (models, engine):
                 rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
-                services = StepServices(stage, spec.seed, models, engine, workers, rollouts)
+                ptx = start_ptx(stage.ptx, workers, spec, model)
+                services = StepServices(stage, spec.seed, models, engine, workers, rollouts, ptx)
                 services.start_training()
                 recipe = RlRecipe(services, dataflow_of(stage))
                 trained = TrainedModels(models.policy, models.critic)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nemo_rl_like.artifacts.stage import StageContext
-from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
 from nemo_rl_like.policy.client import Policy, TrainedModels
-from nemo_rl_like.spec.experiment import ExperimentSpec, SftStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec, SftDataSpec, SftStageSpec
+from nemo_rl_like.stages.averaging import hand_on, start_average
 from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
+from nemo_rl_like.stages.ptx import check_ptx, start_ptx
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import start_model
 from nemo_rl_like.stages.training import train
@@ -23,7 +25,7 @@ SERVICE = "nemo_rl_like.training.sft_service:SftService"
 class SftStage:
     """Trains on conversations; its artifact is the final checkpoint."""
 
-    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    input_types: tuple[type[Artifact], ...] = (Checkpoint, Dataset)
     output_type: type[Artifact] = Checkpoint
 
     def __init__(self, stage_spec: SftStageSpec, experiment_spec: ExperimentSpec) -> None:
@@ -33,16 +35,21 @@ class SftStage:
     def preflight(self) -> list[str]:
         """Problems of model, devices, environment and data."""
         spec, data = self.spec, self.stage.data
-        return problems_of(spec, lambda: check_data(data, environment_of(spec), spec.seed))
+        return problems_of(
+            spec,
+            lambda: check_data(data, environment_of(spec), spec.seed),
+            lambda: check_ptx(self.stage.ptx, spec),
+        )
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec = self.spec
-        model = start_model(spec, context.folder, inputs)
+        checkpoints = {name: artifact for name, artifact in inputs.items() if isinstance(artifact, Checkpoint)}
+        model = start_model(spec, context.folder, checkpoints)
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {
-            "data": self.stage.data,
+            "data": _with_file(self.stage.data, inputs),
             "environment": environment_of(spec),
             "tokenizer_folder": str(model.folder.resolve()),
             "seed": spec.seed,
@@ -50,12 +57,22 @@ class SftStage:
         }
         with worker_group(session, "data") as workers:
             workers.host(DATA, SERVICE, kwargs)
+            ptx = start_ptx(self.stage.ptx, workers, spec, model)
             policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
             try:
+                average = start_average(self.stage.ema, policy, spec, model)
                 policy.start_training(self.stage.optimizer, self.stage.steps)
-                recipe = SftRecipe.of(self.stage, policy, workers)
-                return Checkpoint.of(
-                    train(spec, context, recipe, TrainedModels(policy), model.identity, self.stage.checkpoint)
-                )
+                recipe = SftRecipe.of(self.stage, policy, workers, average, ptx)
+                models = TrainedModels(policy, average=None if average is None else average.reference)
+                trained = train(spec, context, recipe, models, model.identity, self.stage.checkpoint)
+                return hand_on(self.stage.ema, average, trained, context, model.identity)
             finally:
                 policy.group.shutdown()
+
+
+def _with_file(data: SftDataSpec, inputs: Mapping[str, Artifact]) -> SftDataSpec:
+    """The data with the file that an earlier stage made, where one did."""
+    for name, artifact in inputs.items():
+        if isinstance(artifact, Dataset):
+            return data.model_copy(update={"path": str(artifact.path.resolve()), "from_stage": name})
+    return data

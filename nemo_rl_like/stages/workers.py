@@ -35,8 +35,14 @@ def worker_group(session: RaySession, name: str = "rollout") -> Iterator[WorkerG
         yield group
 
 
-def host_rollout(group: WorkerGroup, spec: ExperimentSpec, tokenizer_folder: Path, config: ModelConfig) -> None:
-    """Host the services `rollout` and `steps`."""
+def host_rollout(
+    group: WorkerGroup,
+    spec: ExperimentSpec,
+    tokenizer_folder: Path,
+    config: ModelConfig,
+    service: str = ROLLOUT_SERVICE,
+) -> None:
+    """Host the services `rollout` (of class `service`) and `steps`."""
     environment = environment_of(spec)
     if environment is None:
         raise ValueError("this stage needs an environment")  # the spec's own rules refuse it earlier
@@ -47,5 +53,5 @@ def host_rollout(group: WorkerGroup, spec: ExperimentSpec, tokenizer_folder: Pat
         "max_context": context_tokens(spec, config),
         "extra_env": {name: os.environ[ref.env] for name, ref in spec.secrets.items() if ref.env in os.environ},
     }
-    group.host(ROLLOUT, ROLLOUT_SERVICE, kwargs)
+    group.host(ROLLOUT, service, kwargs)
     group.host(STEPS, STEP_SERVICE)

@@ -1,4 +1,4 @@
-"""A reference that moves: its weights go towards the policy's, rank by rank."""
+"""A model that moves: the weights of a reference, or of an average, go towards the policy's, rank by rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nemo_rl_like.cluster.context import Hosted
 from nemo_rl_like.policy.client import Policy
+from nemo_rl_like.spec.stage import EmaSpec
 
 SERVICE = "mixer"
 MIXER = "nemo_rl_like.policy.mixer:ReferenceMixer"
@@ -28,3 +29,9 @@ class MovingReference:
     def move(self, alpha: float) -> None:
         """reference = alpha policy + (1 - alpha) reference."""
         self.policy.group.call(SERVICE, "mix", alpha, what="moving the reference")
+
+
+def follow(average: MovingReference | None, ema: EmaSpec | None) -> None:
+    """After an optimizer step: average = decay average + (1 - decay) policy, where there is one."""
+    if average is not None and ema is not None:
+        average.move(1.0 - ema.decay)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
-from nemo_rl_like.data.datasets import load_messages, split_dataset
+from nemo_rl_like.data.datasets import hold_out, load_messages, split_dataset
 from nemo_rl_like.data.messages import Message, assistant
 from nemo_rl_like.data.sft_rows import sft_rows
 from nemo_rl_like.data.trained_rows import TrainedRows
@@ -44,19 +44,23 @@ class SftService(DataService[Conversation]):
 
 def _open(data: SftDataSpec, environment: EnvironmentSpec | None, seed: int) -> Examples[Conversation]:
     if data.path is not None:
-        return FileConversations(data.path, data.validation_fraction, seed)
+        return FileConversations(data.path, data.validation_fraction, seed, by_task=data.from_stage is not None)
     if environment is None:
         raise InputError("data.environment_demonstrations needs an `environment` block")
     return Demonstrations(resolve(environment))
 
 
 class FileConversations:
-    """Conversations of a JSONL file, a fraction of them held out by content."""
+    """Conversations of a JSONL file, a fraction of them held out: by content, or `by_task` where a `sample` stage made the file."""
 
-    def __init__(self, path: str, fraction: float, seed: int) -> None:
+    def __init__(self, path: str, fraction: float, seed: int, *, by_task: bool = False) -> None:
         dataset = load_messages(path)
         self.source, self.sha256 = dataset.source, dataset.sha256
-        self._train, self._held = split_dataset(dataset, fraction, seed)
+        if by_task:
+            split = hold_out(dataset.examples, lambda example: str(example.fields["task"]), fraction, seed)
+        else:
+            split = split_dataset(dataset, fraction, seed)
+        self._train, self._held = split
 
     def train_size(self) -> int:
         """Training examples."""
@@ -105,5 +109,7 @@ class Demonstrations:
 
 
 def check_data(data: SftDataSpec, environment: EnvironmentSpec | None, seed: int) -> None:
-    """Open the data and take one example. Raises InputError, SpecError."""
+    """Open the data, unless an earlier stage is to make it, and take one example. Raises InputError, SpecError."""
+    if data.is_made:
+        return
     _open(data, environment, seed).train(0, 0)

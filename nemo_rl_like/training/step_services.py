@@ -12,6 +12,7 @@ from typing import cast
 
 import ray
 
+from nemo_rl_like.algorithms.objectives import Objective
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.algorithms.preference import Preference
 from nemo_rl_like.algorithms.value_losses import ValueLoss
@@ -20,12 +21,14 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.order import DataPosition
 from nemo_rl_like.observe.timing import Timings
 from nemo_rl_like.policy.client import CRITIC, POLICY, Policy
+from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.rollout.service import CollectPlan
 from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
 from nemo_rl_like.spec.algorithm import GaeAdvantage, VapoAdvantage
 from nemo_rl_like.spec.experiment import RlStageSpec
 from nemo_rl_like.training.engine import EngineClient, RunEngine
+from nemo_rl_like.training.ptx import Ptx, next_of
 from nemo_rl_like.training.step_service import PreparedStep, StepPlan
 
 ROLLOUT = "rollout"
@@ -83,6 +86,8 @@ class StepServices:
     """Hosts the services `rollout` and `steps`."""
     rollouts: Path | None
     """File that records every episode."""
+    ptx: Ptx | None = None
+    """Text whose loss is added to each of the policy's updates."""
     kl_coef: float = field(init=False)
     """Coefficient of the KL in the next step."""
     entropy_coef: float = field(init=False)
@@ -126,7 +131,7 @@ class StepServices:
             "kl_coef": self.kl_coef,
             "entropy_coef": self.entropy_coef,
             "entropy_level": self.entropy_level,
-        }
+        } | ({} if self.ptx is None else {"ptx": self.ptx.state()})
 
     def load_state(self, state: Mapping[str, JSON]) -> None:
         """Take back what `state` gave; an empty mapping is the start."""
@@ -140,6 +145,8 @@ class StepServices:
         position = cast(Mapping[str, str | int] | None, state.get("position"))
         if position is not None:
             self._position = DataPosition(str(position["dataset_sha256"]), int(position["consumed"]))
+        if self.ptx is not None and "ptx" in state:
+            self.ptx.load_state(cast(Mapping[str, JSON], state["ptx"]))
 
     def rollout(self, step: int, prompts: int, first_group: int = 0) -> tuple[ray.ObjectRef, RolloutSummary]:
         """Draw the next `prompts`, sample a group of each with the engine, and grade them.
@@ -259,15 +266,26 @@ class StepServices:
         gap = self.engine.gap_limit() if self._pairs_show_gap else None
         shape = (self.spec.updates_per_batch, self.spec.epochs, self._step_seed(step))
         rows_of = self.workers.call(STEPS, "minibatches", pairs, *shape, what=f"minibatches of step {step}")
-        made: list[dict[str, float]] = []
-        for rows in cast(Sequence[Sequence[int] | None], rows_of):
-            with self.timings.part("update"):
-                temperature = self.spec.sampling.temperature
-                made.append(
-                    self.models.policy.train_step(pairs, rows, objective, temperature, gap, what=f"step {step}")
-                )
-            self.updates[POLICY] += 1
+        made = [
+            self._train_policy(pairs, rows, objective, gap, f"step {step}")
+            for rows in cast(Sequence[Sequence[int] | None], rows_of)
+        ]
         return {name: sum(m[name] for m in made) / len(made) for name in made[0]} | {"lr": made[-1]["lr"]}
+
+    def _train_policy(
+        self,
+        batch: ray.ObjectRef,
+        rows: Sequence[int] | None,
+        objective: Objective,
+        gap: GapLimit | None,
+        what: str,
+    ) -> dict[str, float]:
+        """One optimizer step of the policy, with the next text of `ptx` where there is any."""
+        with self.timings.part("update"):
+            temperature, further = self.spec.sampling.temperature, next_of(self.ptx)
+            got = self.models.policy.train_step(batch, rows, objective, temperature, gap, what=what, auxiliary=further)
+        self.updates[POLICY] += 1
+        return got
 
     def _step_seed(self, step: int) -> int:
         """Of everything that is drawn in a step but samples."""
@@ -314,12 +332,7 @@ class StepServices:
                 metrics |= {f"value/{name}": got[name] for name in (*value.metric_names, "grad_norm", "lr")}
                 self.updates[CRITIC] += 1
             if trains_policy:
-                with self.timings.part("update"):
-                    temperature = self.spec.sampling.temperature
-                    metrics |= self.models.policy.train_step(
-                        prepared.batch, rows, objective, temperature, gap, what=what
-                    )
-                self.updates[POLICY] += 1
+                metrics |= self._train_policy(prepared.batch, rows, objective, gap, what)
             made.append(metrics)
         rates = {name: value for name, value in made[-1].items() if name in ("lr", "value/lr")}
         return {name: sum(m[name] for m in made) / len(made) for name in made[0]} | rates

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.datasets import load_messages, split_dataset
-from nemo_rl_like.data.messages import Message
+from nemo_rl_like.data.messages import Message, weight_of
 
 
 def _file(tmp_path, *lines):
@@ -75,3 +75,31 @@ def test_equal_conversations_stay_on_one_side_of_the_validation_split(tmp_path):
     assert len(held) == 15
     assert len(train) == 45
     assert not {e.messages for e in train} & {e.messages for e in held}
+
+
+def test_weights_are_read_and_change_the_hash(tmp_path):
+    hashes = []
+    for weight in (None, 0, 0.5):
+        answer = {"role": "assistant", "content": "2", **({} if weight is None else {"weight": weight})}
+        path = tmp_path / "d.jsonl"
+        path.write_text(json.dumps({"messages": [{"role": "user", "content": "1"}, answer]}))
+        data = load_messages(path)
+        assert weight_of(data.examples[0].messages[1]) == (1.0 if weight is None else weight)
+        hashes.append(data.sha256)
+    assert len(set(hashes)) == 3
+
+
+@pytest.mark.parametrize(
+    ("role", "weight", "words"),
+    [
+        ("assistant", -1, r"d.jsonl:1: messages\[0\].weight: is -1, must be a number of 0 or more"),
+        ("assistant", True, "is True, must be a number"),
+        ("assistant", "much", "is 'much', must be a number"),
+        ("user", 1, "stands at a message of the user, but only the assistant's are trained"),
+    ],
+)
+def test_weights_that_do_not_fit_are_told_by_line_and_field(tmp_path, role, weight, words):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": role, "content": "1", "weight": weight}]}))
+    with pytest.raises(InputError, match=words):
+        load_messages(path)

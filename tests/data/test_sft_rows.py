@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.data.messages import assistant, user
+from nemo_rl_like.data.messages import WeightedMessage, assistant, user
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.sft_rows import sft_rows
 from nemo_rl_like.data.tokenizer import character_tokenizer
@@ -46,3 +46,26 @@ def test_a_first_token_that_nothing_predicts_is_not_trained():
     (row,) = sft_rows([[assistant("hello")]], renderer, max_tokens=100).rows
     assert (row.prompt_len, row.loss_mask[0]) == (1, False)
     batch_rows([row])
+
+
+def test_weights_stand_at_their_messages_tokens_and_a_weight_of_zero_trains_nothing():
+    half, never = WeightedMessage("assistant", "2", 0.5), WeightedMessage("assistant", "4", 0.0)
+    made = sft_rows([[user("1+1="), half, user("2+2="), never, user("3+3="), assistant("6")]], CHARS, max_tokens=40)
+    batch = batch_rows(made.rows)
+    assert CHARS.decode(batch.tokens.tolist()) == "<bos>1+1=2<eos>2+2=4<eos>3+3=6<eos>"
+    assert batch.extras["weight"].tolist() == [0.0] * 5 + [0.5] * 2 + [0.0] * 10 + [1.0] * 2
+    assert batch.loss_mask.tolist() == [False] * 5 + [True] * 2 + [False] * 10 + [True] * 2
+    assert sft_rows([[user("1"), WeightedMessage("assistant", "2", 0.0)]], CHARS, max_tokens=9).dropped_untrained == 1
+
+
+def test_a_template_that_rewrites_history_keeps_each_messages_weight():
+    renderer = Renderer(small.bpe_tokenizer(small.FORGETS_THOUGHTS), "test")
+    turns = [user("a"), WeightedMessage("assistant", "x</think>b", 0.25), user("c"), assistant("d")]
+    batch = batch_rows(sft_rows([turns], renderer, max_tokens=200).rows)
+    assert batch.rows == 2
+    found = [set(batch.select([i]).extras["weight"].tolist()) for i in range(2)]
+    assert found == [{0.0, 0.25}, {0.0, 1.0}]
+
+
+def test_rows_without_weights_have_no_extra():
+    assert not sft_rows([[user("1+2="), assistant("3")]], CHARS, max_tokens=20).rows[0].extras

@@ -154,11 +154,17 @@ def run_schedule(model: MegatronModel, batch: TokenBatch, passes: list[MicroBatc
 
     def loss(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         out = token_logprobs(
-            hidden, output_head(model), micro_batch.targets, temperature=TEMPERATURE, chunk_tokens=5, want_entropy=True
+            hidden,
+            output_head(model),
+            micro_batch.targets,
+            temperature=TEMPERATURE,
+            chunk_tokens=5,
+            want_entropy=True,
+            want_log_norm=True,
         )
         flat[micro_batch.source_index] = out.logprobs.detach()
         # A token count of zero makes Megatron divide the gradient by nothing.
-        total = tiny.loss_of(out.logprobs, out.entropy, weights[micro_batch.source_index])
+        total = tiny.loss_of(out.logprobs, out.entropy, out.log_norm, weights[micro_batch.source_index])
         return total, torch.zeros((), dtype=torch.int), {}
 
     model.config.calculate_per_token_loss = True

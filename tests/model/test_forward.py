@@ -77,10 +77,16 @@ def test_logprobs_and_gradients_equal_hugging_face_for_any_layout_and_split(
     for micro_batch in plan_microbatches(batch, rows, dp_size=1, dp_rank=0, kind=kind, token_budget=budget):
         hidden = hidden_states(model, micro_batch)
         out = token_logprobs(
-            hidden, output_head(model), micro_batch.targets, temperature=1.3, chunk_tokens=7, want_entropy=True
+            hidden,
+            output_head(model),
+            micro_batch.targets,
+            temperature=1.3,
+            chunk_tokens=7,
+            want_entropy=True,
+            want_log_norm=True,
         )
         flat[micro_batch.source_index] = out.logprobs.detach()
-        tiny.loss_of(out.logprobs, out.entropy, weights[micro_batch.source_index]).backward()
+        tiny.loss_of(out.logprobs, out.entropy, out.log_norm, weights[micro_batch.source_index]).backward()
     assert (flat - expected.logprobs).abs().max() <= 1e-5
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, gradient in WeightMap(model.shape).iter_hf(model, gradients):

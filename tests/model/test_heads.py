@@ -90,6 +90,29 @@ def test_several_tokens_a_place_equal_float64_in_value_and_gradient(
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", [2, 8])
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_log_normaliser_equals_float64_in_value_and_gradient(chunk: int, entropy: bool, alone: bool) -> None:
+    hidden, head, targets = draw(5, 6, 17, 2, 7)
+    out = token_logprobs(
+        hidden, head, targets, temperature=0.7, chunk_tokens=chunk, want_entropy=entropy, want_log_norm=True
+    )
+    states, weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    logits = states @ weight[:17].t() / 0.7
+    log_norm, table = logits.logsumexp(-1), logits.log_softmax(-1)
+    assert out.log_norm is not None and torch.allclose(out.log_norm.double(), log_norm, atol=5e-6)
+    loss, expected = out.log_norm.square().sum(), log_norm.square().sum()
+    if not alone:
+        loss, expected = loss + out.logprobs.sum(), expected + table.gather(1, targets[:, None]).sum()
+    if out.entropy is not None:
+        loss, expected = loss + out.entropy.sum(), expected - (table.exp() * table).sum()
+    loss.backward()
+    expected.backward()
+    assert hidden.grad is not None and torch.allclose(hidden.grad.double(), states.grad, atol=2e-5)
+    assert head.weight.grad is not None and torch.allclose(head.weight.grad.double(), weight.grad, atol=2e-5)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", [2, 8])
 def test_the_collision_equals_float64_and_changes_no_gradient(chunk: int, entropy: bool) -> None:
     hidden, head, targets = draw(5, 6, 17, 2, 4)
     wanted = {"temperature": 0.7, "chunk_tokens": chunk, "want_entropy": entropy}

@@ -104,23 +104,27 @@ class Reference:
     """Of `loss_of`, by Hugging Face name."""
 
 
-def loss_of(logprobs: Tensor, entropy: Tensor | None, weights: Tensor) -> Tensor:
-    """A loss that needs every log-prob and every entropy [M]: sum of weights * (log-prob + 0.3 entropy)."""
-    assert entropy is not None
-    return ((logprobs + 0.3 * entropy) * weights).sum()
+def loss_of(logprobs: Tensor, entropy: Tensor | None, log_norm: Tensor | None, weights: Tensor) -> Tensor:
+    """A loss that needs every log-prob, entropy and log-normaliser [M]: sum of weights * (log-prob + 0.3 entropy + 0.02 Z^2)."""
+    assert entropy is not None and log_norm is not None
+    return ((logprobs + 0.3 * entropy + 0.02 * log_norm.square()) * weights).sum()
 
 
 def reference(folder: Path, batch: TokenBatch, temperature: float, dtype: torch.dtype = torch.float64) -> Reference:
     """Log-probs and gradients of one padded-free row after another in transformers."""
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).train()
-    parts, entropies = [], []
+    parts, entropies, log_norms = [], [], []
     for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
         row = batch.tokens[start:stop]
-        log_softmax = (model(input_ids=row[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logits = model(input_ids=row[None]).logits[0, :-1] / temperature
+        log_softmax = logits.log_softmax(-1)
         nothing = log_softmax.new_zeros(1)
         parts.append(torch.cat([nothing, log_softmax.gather(1, row[1:, None])[:, 0]]))
         entropies.append(torch.cat([nothing, -(log_softmax.exp() * log_softmax).sum(-1)]))
+        log_norms.append(torch.cat([nothing, logits.logsumexp(-1)]))
     flat, mask = torch.cat(parts), batch.loss_mask
-    loss_of(flat[mask], torch.cat(entropies)[mask], token_weights(batch).to(dtype)[mask]).backward()
+    loss_of(
+        flat[mask], torch.cat(entropies)[mask], torch.cat(log_norms)[mask], token_weights(batch).to(dtype)[mask]
+    ).backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return Reference(torch.where(mask, flat, 0.0).detach(), gradients)

@@ -42,6 +42,16 @@ def test_named_sources_win() -> None:
     assert [w.sources for w in wire(spec)] == [(), ("sft",), ("sft",), ("rl",)]
 
 
+def test_an_sft_stage_trains_on_the_last_sample_stage_or_on_the_named_one() -> None:
+    second = {"kind": "sample", "name": "second"}
+    rest = ({"kind": "sft", "name": "b"}, {"kind": "sft", "name": "c", "data": {"from_stage": "sample"}})
+    found = {w.name: w.sources for w in wire(spec_of(SFT, {"kind": "sample"}, second, *rest, {"kind": "evaluate"}))}
+    assert found["sample"] == found["second"] == ("sft",)
+    assert found["b"] == ("sft", "second")
+    assert found["c"] == ("b", "sample")
+    assert found["evaluate"] == ("sft", "b", "c")
+
+
 def test_an_evaluation_alone_is_of_the_model_itself() -> None:
     assert [w.sources for w in wire(spec_of({"kind": "evaluate"}))] == [()]
 
@@ -60,6 +70,17 @@ def test_an_evaluation_alone_is_of_the_model_itself() -> None:
             [SFT, {"kind": "evaluate", "checkpoints": ["sft", "x"]}],
             "stages.evaluate.checkpoints: there is no stage 'x'",
         ),
+        ([{"kind": "sft"}], "stages.sft.data: no source; give `path`"),
+        (
+            [{"kind": "sft", "data": {"from_stage": "sample"}}, {"kind": "sample"}],
+            "stages.sft.data.from_stage: stage 'sample' does not come before stage 'sft'; no stage before it makes a dataset",
+        ),
+        (
+            [{"kind": "sample"}, {"kind": "sft", "data": {"from_stage": "sampel"}}],
+            "there is no stage 'sampel'; did you mean `sample`?; give one of sample",
+        ),
+        ([SFT, {"kind": "sft", "name": "b", "data": {"from_stage": "sft"}}], "stage 'sft' makes no dataset"),
+        ([{"kind": "sample"}, {"kind": "rl", "init_from": "sample"}], "stage 'sample' makes no checkpoint"),
         ([{"kind": "evaluate"}, {"kind": "export"}], "no stage before it makes a checkpoint to export"),
         ([{**SFT, "name": "../x"}], "cannot name a folder"),
         ([{**SFT, "name": "run.json"}], "cannot name a folder"),

@@ -12,11 +12,13 @@ FULL: dict[str, Any] = {
     "model": {"init": {}, "tokenizer": {"characters": "0123456789+="}},
     "environment": {"name": "arithmetic"},
     "stages": [
+        {"kind": "pretrain", "data": {"paths": ["text.txt"]}},
         {"kind": "sft", "data": {"environment_demonstrations": True}},
         {"kind": "rl", "evaluation": {}},
         {"kind": "preference", "data": {"path": "pairs.jsonl"}, "reference_sync": {}},
         {"kind": "distill", "data": {"path": "rows.jsonl"}, "teachers": [{"path": "teacher"}]},
         {"kind": "teacher_logits", "data": {"path": "rows.jsonl"}, "teachers": [{"path": "teacher"}]},
+        {"kind": "sample"},
         {"kind": "evaluate"},
         {"kind": "export"},
     ],

@@ -250,7 +250,7 @@ def test_an_unknown_or_missing_kind_names_the_kinds(base: Path) -> None:
     write(base, BASE + "  - {kind: sfft}\n  - {steps: 3}\n  - {knid: rl}\n")
     found = problems(base)
     assert [(p.where.line, p.suggestion) for p in found] == [(12, "sft"), (13, None), (14, "kind")]
-    kinds = "distill, evaluate, export, preference, reward_model, rl, sft, teacher_logits"
+    kinds = "distill, evaluate, export, preference, pretrain, reward_model, rl, sample, sft, teacher_logits"
     assert found[0].allowed == f"one of {kinds}"
 
 

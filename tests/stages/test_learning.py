@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,40 @@ def test_shuffled_rewards_gain_nothing(models: tuple[Path, Path], tmp_path: Path
     assert gain(models[0], tmp_path, "algorithm.preset=grpo", "algorithm.shuffle_rewards=true") <= CONTROL
 
 
+def chosen_gain(start: Path, folder: Path, choose: str) -> float:
+    """What SFT on one kept answer of eight to each training task gains in held-out greedy accuracy."""
+    spec = load_spec(DEMO, SMALL).model_dump(mode="json")
+    evaluation = {"kind": "evaluate", "evaluation": {"split": "test", "max_new_tokens": 5}}
+    sampling = {"temperature": 1.0, "max_new_tokens": 5}
+    spec["stages"] = [
+        {**evaluation, "name": "before"},
+        {"kind": "sample", "tasks": 1024, "choose": choose, "sampling": sampling, "prompts_per_batch": 256},
+        {"kind": "sft", "steps": 120, "optimizer": {"lr": 2e-4, "betas": [0.9, 0.98]}},
+        {**evaluation, "name": "after"},
+    ]
+    update = {"model": {"path": str(start)}, "output": str(folder / "run")}
+    (folder / "spec.yaml").write_text(json.dumps({**spec, **update}))
+    assert finish(["run", str(folder / "spec.yaml"), "--plain"], folder / "log", timeout_s=600) == 0
+    found = []
+    for name in ("before", "after"):
+        results = json.loads((folder / "run" / name / "report" / "report.json").read_text())["results"]
+        (result,) = results.values()
+        found.append(result["metrics"]["eval/accuracy"])
+    return float(found[1] - found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(1500)
+def test_the_best_of_n_teaches_what_random_answers_do_not(models: tuple[Path, Path], tmp_path: Path) -> None:
+    gains = {}
+    for choose in ("best", "random"):
+        (tmp_path / choose).mkdir()
+        gains[choose] = chosen_gain(models[0], tmp_path / choose, choose)
+    assert gains["best"] >= GAIN, gains
+    assert gains["random"] <= gains["best"] / 2, gains
+
+
 PAIRS = Path(__file__).parents[2] / "configs" / "algorithms" / "sums.jsonl"
 
 
@@ -165,3 +201,18 @@ def test_a_policy_gains_from_a_reward_model_alone(
 ) -> None:
     judged = f"reward_model={{paths: [{judge[0]}], environment_weight: 0.0}}"
     assert gain(models[0], tmp_path, "algorithm.preset=grpo", judged) >= GAIN
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_pretraining_predicts_held_out_text_better_than_character_counts(tmp_path: Path) -> None:
+    config = DEMO.parent / "algorithms" / "pretrain.yaml"
+    text = DEMO.parent / "algorithms" / "sums.txt"
+    overrides = [f"output={tmp_path / 'run'}", f"stages.pretrain.data.paths=[{text}]"]
+    assert finish(["run", str(config), *overrides, "--plain"], tmp_path / "log", timeout_s=600) == 0
+    held = dict(read_series(tmp_path / "run" / "pretrain" / "metrics.jsonl", "validation/loss"))
+    counts = Counter(character for document in text.read_text().split("\n\n") for character in f"{document.strip()}$")
+    total = sum(counts.values())
+    entropy = -sum(count / total * math.log(count / total) for count in counts.values())
+    assert held[0] > entropy > held[max(held)], (held, entropy)
