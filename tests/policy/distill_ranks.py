@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_like.algorithms.distillation import Distillation
+from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.data.distill_rows import Conversation, own_rows
 from nemo_rl_like.data.messages import assistant, user
 from nemo_rl_like.policy.rank import PolicyRank
@@ -56,4 +58,36 @@ def taught(
         seen |= this.train_step(ready, None, objective, TEMPERATURE)
         after = {f"after/{k}": v for k, v in this.evaluate_loss(ready, objective, TEMPERATURE).items()}
         found.append({"extras": extras, "parts": parts, "metrics": seen | after})
+    return found
+
+
+def talks(count: int, seed: int, *, right: bool) -> list[Conversation]:
+    """Sums whose right answer repeats the first digit, and whose wrong one is two other digits."""
+    draw = random.Random(seed)
+    made = []
+    for i in range(count):
+        a, b = draw.randint(0, 9), draw.randint(0, 9)
+        answer = f"{a}{a}" if right else "".join(str((a + draw.randint(1, 9)) % 10) for _ in range(2))
+        made.append(Conversation(i, (user(f"{a}+{b}="), assistant(answer)), 0, f"talks:{i}"))
+    return made
+
+
+def learned(rank: int, world: int, port: int, student: Path, teacher: Path, steps: int) -> dict[str, float]:
+    """-log p of held-out right answers: of a trained teacher, of the student, and after `steps` steps on wrong answers with the
+    teacher's word for them, and without."""
+    policy = PolicySpec(micro_batch_tokens=1024)
+    held = batch_rows(own_rows(talks(40, 9, right=True), RENDERER, max_tokens=32).rows)
+    wrong = batch_rows(own_rows(talks(120, 2, right=False), RENDERER, max_tokens=32).rows)
+    master = member(rank, world, port, teacher, policy, FAST)
+    lessons = batch_rows(own_rows(talks(120, 1, right=True), RENDERER, max_tokens=32).rows)
+    for _ in range(steps):
+        master.train_step(lessons, None, CrossEntropy())
+    ready = wrong.with_extras(**told(master, wrong, policy))
+    found = {"teacher": master.evaluate_loss(held, CrossEntropy())["nll"]}
+    for name, objective in (("taught", Distillation(DistillationSpec())), ("alone", CrossEntropy())):
+        this = member(rank, world, port, student, policy, FAST)
+        found["before"] = this.evaluate_loss(held, CrossEntropy())["nll"]
+        for _ in range(steps):
+            this.train_step(ready, None, objective, TEMPERATURE)
+        found[name] = this.evaluate_loss(held, CrossEntropy())["nll"]
     return found

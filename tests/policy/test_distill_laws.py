@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from nemo_rl_like.spec.experiment import LayoutSpec
 from tests.algorithms.oracle import distill as oracle
-from tests.policy.distill_ranks import TEMPERATURE, K, conversations, taught
+from tests.policy.distill_ranks import TEMPERATURE, K, conversations, learned, taught
 from tests.policy.preference_ranks import VOCAB
 from tests.policy.ranks import run_ranks
 from tests.tiny_folders import save_llama
@@ -91,3 +91,11 @@ def test_loss_and_learning_equal_hugging_face_and_the_oracle(
     for name in ("eval/loss", "loss"):
         assert metrics[name] == pytest.approx((divergence + 0.1 * nll) / count, abs=1e-5)
     assert metrics["after/loss"] < metrics["loss"]
+
+
+@pytest.mark.slow
+def test_wrong_answers_teach_what_the_teacher_says_of_them(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    found = run_ranks(learned, 1, tmp_path, *folders, 150)
+    assert found["teacher"] < 0.5 < 1.5 < found["before"]
+    assert found["taught"] < found["before"] - 1.0
+    assert found["alone"] > found["before"] - 0.5
