@@ -250,7 +250,7 @@ def test_an_unknown_or_missing_kind_names_the_kinds(base: Path) -> None:
     write(base, BASE + "  - {kind: sfft}\n  - {steps: 3}\n  - {knid: rl}\n")
     found = problems(base)
     assert [(p.where.line, p.suggestion) for p in found] == [(12, "sft"), (13, None), (14, "kind")]
-    assert found[0].allowed == "one of evaluate, export, preference, rl, sft"
+    assert found[0].allowed == "one of evaluate, export, preference, pretrain, rl, sample, sft"
 
 
 def test_types_are_not_bent(base: Path) -> None:
