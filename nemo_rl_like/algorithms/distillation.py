@@ -67,6 +67,7 @@ class Distillation:
     options: DistillationSpec
     needs_entropy: bool = False
     needs_collision: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = False
     metric_names: tuple[str, ...] = ("loss", "kl/forward", "kl/reverse", "teacher_tail", "agreement", "nll")
     """`kl/forward` KL(T||S), `kl/reverse` KL(S||T), the teacher's mass outside its k tokens, how often the student likes the same

@@ -52,6 +52,7 @@ class PairwiseScores:
     options: PairwiseReward
     needs_entropy: bool = False
     needs_collision: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = False
     metric_names: tuple[str, ...] = ("loss", "accuracy", "margin", "score/chosen", "score/rejected")
 
@@ -105,6 +106,7 @@ class TargetScores:
     options: RegressionReward | ProcessReward
     needs_entropy: bool = False
     needs_collision: bool = False
+    needs_log_norm: bool = False
     looks_first: bool = False
 
     @property

@@ -97,7 +97,7 @@ class _ScoreRows:
             return None
         whole = texts[-1]
         end = len(whole.mask) - whole.mask[::-1].index(True)
-        return TrainedText(whole.ids[:end], whole.mask[:end])
+        return TrainedText(whole.ids[:end], whole.mask[:end], whole.weights[:end])
 
     def takes(self, texts: Sequence[TrainedText | None], where: str) -> bool:
         """Whether an example of these texts can be scored; counts it if not."""

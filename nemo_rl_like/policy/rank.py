@@ -97,8 +97,8 @@ class PolicyRank:
 
     Args: `context` from the worker group, with axes dp, pp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
-    number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`; `timeout_s` bounds each collective, in
-    seconds. Every method is collective: all ranks call it with the same arguments.
+    number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`;
+    `timeout_s` bounds each collective, in seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
     def __init__(

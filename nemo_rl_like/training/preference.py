@@ -13,7 +13,7 @@ from nemo_rl_like.algorithms.preference import objective_of
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.policy.client import Policy
-from nemo_rl_like.spec.preference import BcoLoss, PreferenceStageSpec
+from nemo_rl_like.spec.preference import BcoLoss, OrpoLoss, PreferenceStageSpec
 from nemo_rl_like.training.data_recipe import DataPlan, DataRecipe
 from nemo_rl_like.training.moving_reference import MovingReference
 from nemo_rl_like.training.step_services import STEPS
@@ -81,6 +81,14 @@ class PreferenceRecipe(DataRecipe):
         if bco is None:
             return {}
         delta = bco.beta * self._mean_log_ratio
-        mean = (metrics["rewards/chosen"] + metrics["rewards/rejected"]) / 2 / self.spec.measured.beta
+        mean = (metrics["rewards/chosen"] + metrics["rewards/rejected"]) / 2 / _beta(self.spec)
         self._mean_log_ratio += (mean - self._mean_log_ratio) / self._updates
         return {"bco/delta": delta}
+
+
+def _beta(spec: PreferenceStageSpec) -> float:
+    """Of the loss whose rewards are reported: beside bco it has a reference, and so a beta."""
+    measured = spec.measured
+    if isinstance(measured, OrpoLoss):
+        raise ValueError("orpo has no beta, and is not measured where another loss has a reference")
+    return measured.beta

@@ -122,8 +122,8 @@ class StepServices:
             self.models.critic.start_training(spec.critic_or_default.optimizer, spec.steps * each)
 
     def state(self) -> dict[str, JSON]:
-        """Position in the prompts, counters, and the length of the record of episodes."""
-        return {
+        """Position in the prompts and in `ptx`'s text, counters, and the length of the record of episodes."""
+        state: dict[str, JSON] = {
             "position": asdict(self._position),
             "updates": dict(self.updates),
             "version": self.engine.version,
@@ -131,7 +131,8 @@ class StepServices:
             "kl_coef": self.kl_coef,
             "entropy_coef": self.entropy_coef,
             "entropy_level": self.entropy_level,
-        } | ({} if self.ptx is None else {"ptx": self.ptx.state()})
+        }
+        return state if self.ptx is None else {**state, "ptx": self.ptx.state()}
 
     def load_state(self, state: Mapping[str, JSON]) -> None:
         """Take back what `state` gave; an empty mapping is the start."""

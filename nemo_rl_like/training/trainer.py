@@ -16,7 +16,7 @@ from nemo_rl_like.checkpoint.reader import CheckpointReader
 from nemo_rl_like.checkpoint.retention import retain
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.policy.client import TrainedModels
-from nemo_rl_like.spec.experiment import CheckpointSpec
+from nemo_rl_like.spec.stage import CheckpointSpec
 from nemo_rl_like.training.recipe import Recipe, StepReport
 from nemo_rl_like.training.signals import StopRequest
 
