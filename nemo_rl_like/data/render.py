@@ -40,6 +40,7 @@ class Renderer:
         require_chat_template(tokenizer, source)
         self.tokenizer = tokenizer
         self._source = source
+        self._enders: dict[str, frozenset[int]] = {}
         self._closing = self._closing_text()
         self.end_of_turn_id = self._end_of_turn()
         """Token that ends an assistant message."""
@@ -91,8 +92,11 @@ class Renderer:
         )
 
     def ids_ending_with(self, text: str) -> frozenset[int]:
-        """Token ids whose own text ends with `text`."""
-        return frozenset(i for i in range(len(self.tokenizer)) if self.decode([i]).endswith(text))
+        """Token ids whose own text ends with `text`; the vocabulary is read once for each text."""
+        if text not in self._enders:
+            ids = range(len(self.tokenizer))
+            self._enders[text] = frozenset(i for i in ids if self.decode([i]).endswith(text))
+        return self._enders[text]
 
     def next_turn_ids(
         self,
