@@ -27,7 +27,7 @@ from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.scratch import FreshScoreReader
 from nemo_rl_like.policy.ddp import DistributedDataParallel, run_schedule, wrap_ddp
-from nemo_rl_like.policy.gap import GAP_METRICS, GapExceeded, GapLimit, rollout_gap
+from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
@@ -172,6 +172,12 @@ class PolicyRank:
         if auxiliary is not None:
             names, further = (*names, *auxiliary[1].metric_names), [self._add_gradients(*auxiliary)]
         walked = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
+        if "proximal" in part.extras:
+            mask = part.loss_mask & stats.live_rows[part.row_of_token]
+            names, further = (
+                (*names, *RATIO_METRICS),
+                [*further, ratio_quantiles(walked.logprobs, part.extras["proximal"], mask)],
+            )
         walked = replace(walked, sums=torch.cat([walked.sums, *further]))
         metrics = self._report(part, stats.live_rows, walked, names, gap)
         step = optimizer.step()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from nemo_rl_like.policy.gap import RATIO_METRICS
 from nemo_rl_like.spec.experiment import LayoutSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.policy.ranks import run_ranks
@@ -49,8 +50,8 @@ def test_at_step_0_the_ratio_is_1_and_the_kl_is_0(made: dict[str, Any], index: i
         assert abs(metrics[name]) <= 1e-6, name
 
 
-def reference_updates(folder: Path, batch: TokenBatch) -> tuple[list[tuple[float, float]], float]:
-    """(low, high) clip fractions of each update by Hugging Face's model and torch's AdamW in float64, and the least distance
+def reference_updates(folder: Path, batch: TokenBatch) -> tuple[list[tuple[float, ...]], float]:
+    """(low, high) clip fractions and the 1 %, 50 %, 99 % and 100 % quantiles of the ratio of each update by Hugging Face's model and torch's AdamW in float64, and the least distance
     of a ratio from a bound that would clip it."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PLAIN.lr, betas=PLAIN.betas, eps=PLAIN.eps, weight_decay=0.0)
@@ -72,7 +73,9 @@ def reference_updates(folder: Path, batch: TokenBatch) -> tuple[list[tuple[float
         torch.nn.utils.clip_grad_norm_(model.parameters(), PLAIN.clip_grad)
         optimizer.step()
         low, high = (ratio < 0.8) & (advantage < 0), (ratio > 1.2) & (advantage > 0)
-        fractions.append((float(low.sum()) / count, float(high.sum()) / count))
+        ordered = sorted(ratio.tolist())
+        quantiles = [ordered[min(count - 1, int(q * count))] for q in (0.01, 0.5, 0.99, 1.0)]
+        fractions.append((float(low.sum()) / count, float(high.sum()) / count, *quantiles))
         margin = min(margin, float(torch.stack([(ratio - 0.8).abs().min(), (ratio - 1.2).abs().min()]).min().detach()))
     return fractions, margin
 
@@ -91,12 +94,14 @@ def current_log_probs(model: LlamaForCausalLM, batch: TokenBatch) -> torch.Tenso
 
 def test_four_updates_clip_what_the_float64_reference_clips(made: dict[str, Any], folder: Path) -> None:
     want, margin = reference_updates(folder, make_batch())
-    got = [(m["clip_ratio/low_mean"], m["clip_ratio/high_mean"]) for m in made["updates"]]
+    names = ("clip_ratio/low_mean", "clip_ratio/high_mean", *RATIO_METRICS)
+    got = [tuple(m[name] for name in names) for m in made["updates"]]
     assert len(got) == len(want) == UPDATES
-    assert want[0] == (0.0, 0.0) and min(sum(w) for w in want[1:]) > 0, want
+    assert want[0][:2] == (0.0, 0.0) and min(sum(w[:2]) for w in want[1:]) > 0, want
     assert margin > 1e-4, "a ratio stands on a bound; the comparison would be a matter of rounding"
     for g, w in zip(got, want, strict=True):
-        assert g == pytest.approx(w, abs=1e-6)
+        assert g[:2] == pytest.approx(w[:2], abs=1e-6)
+        assert g[2:] == pytest.approx(w[2:], abs=1e-4)
 
 
 def test_weight_decay_moves_matrices_and_never_norms_or_biases(made: dict[str, Any]) -> None:
