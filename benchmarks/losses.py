@@ -2,7 +2,7 @@
 
 `python benchmarks/losses.py --out benchmarks/results/losses.json`
 
-A policy loss with its gradient is timed on float32 [tokens]; the log-softmax over `--vocab` entries on `--softmax-tokens` tokens, with its
+A loss with its gradient is timed on float32 [tokens] (distillation: [tokens, 64] of the teacher's tokens); the log-softmax over `--vocab` entries on `--softmax-tokens` tokens, with its
 gradient, scaled to a million. Advantages (shaping and estimator) and the plan of micro-batches are timed at 0.1, 1 and 10 million tokens: `growth` is the
 time per token at the largest size over that at the middle one; 1 is linear.
 """
@@ -13,18 +13,23 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peer import provenance, write_json
 
-from nemo_rl_like.algorithms.objectives import Outputs
+from nemo_rl_like.algorithms.distillation import generalized_jsd, with_tail
+from nemo_rl_like.algorithms.objectives import CrossEntropy, Objective, Outputs
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.algorithms.policy_losses import LOSSES
+from nemo_rl_like.algorithms.preference import objective_of as preference_of
+from nemo_rl_like.algorithms.preference_losses import LOSSES as PREFERENCE_LOSSES
 from nemo_rl_like.algorithms.step import with_advantages
 from nemo_rl_like.model.layouts import plan_microbatches
 from nemo_rl_like.spec.algorithm import SEQUENCE_LOSSES, AlgorithmSpec
+from nemo_rl_like.spec.preference import PreferenceSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 ESTIMATORS = ("grpo", "rloo", "opo", "pass_at_k", "gdpo", "reinforce_pp", "gae", "vapo", "gigpo")
@@ -41,6 +46,13 @@ def main() -> int:
     batch = make_batch(MILLION)
     softmax = log_softmax_seconds(options.vocab, options.softmax_tokens, options.repeats)
     losses = {name: loss_seconds(name, batch, options.repeats) for name in LOSSES}
+    pairs = as_pairs(batch)
+    losses |= {
+        f"preference {name}": objective_seconds(preference(name), pairs, options.repeats) for name in PREFERENCE_LOSSES
+    }
+    losses["preference kto"] = objective_seconds(preference("kto"), pairs, options.repeats)
+    losses["cross_entropy"] = objective_seconds(CrossEntropy(), batch, options.repeats)
+    losses["distillation, 64 tokens"] = distillation_seconds(options.repeats)
     linear = {name: growth(name, options.largest) for name in (*(f"advantage {e}" for e in ESTIMATORS), *PLANS)}
     result = {
         "what": "seconds per million tokens; losses and log-softmax with their gradients",
@@ -107,6 +119,45 @@ def make_batch(tokens: int) -> TokenBatch:
     )
 
 
+def as_pairs(batch: TokenBatch) -> TokenBatch:
+    """Two rows in a row are a pair; for kto every other one is another's completion."""
+    ids = torch.arange(batch.rows)
+    chosen = (ids % 2 == 0).float()
+    pairs = replace(batch, group_id=ids // 2, columns={"chosen": chosen, "mismatched": 1 - chosen})
+    return pairs.with_extras(reference=batch.extras["proximal"])
+
+
+def preference(kind: str) -> Objective:
+    """The objective of one preference loss."""
+    return preference_of(PreferenceSpec.model_validate({"losses": [{"kind": kind}]}), 0.1)
+
+
+def objective_seconds(objective: Objective, batch: TokenBatch, repeats: int) -> float:
+    """Seconds of a loss and its gradient for a million trained tokens, the step's counts included."""
+    index = batch.loss_mask.nonzero()[:, 0]
+    current = batch.extras["current"][index].requires_grad_()
+
+    def work() -> None:
+        current.grad = None
+        stats = objective.prepare(batch)
+        values = {key: value[index] for key, value in stats.values.items()}
+        objective.loss(Outputs(current), values, stats.weights[index], stats).loss.backward()
+
+    return median_seconds(work, repeats) * MILLION / index.numel()
+
+
+def distillation_seconds(repeats: int, tokens: int = 20_000, k: int = 64) -> float:
+    """Seconds of the generalized divergence and its gradient for a million tokens, k of the teacher's at each."""
+    student, teacher = (torch.randn(tokens, 1000).log_softmax(-1)[:, :k] for _ in range(2))
+    student.requires_grad_()
+
+    def work() -> None:
+        student.grad = None
+        generalized_jsd(with_tail(student), with_tail(teacher), 0.5).sum().backward()
+
+    return median_seconds(work, repeats) * MILLION / tokens
+
+
 def algorithm(**block: Any) -> AlgorithmSpec:
     """An algorithm block."""
     return AlgorithmSpec.model_validate(block)
@@ -135,20 +186,10 @@ def log_softmax_seconds(vocab: int, tokens: int, repeats: int) -> float:
 
 
 def loss_seconds(name: str, batch: TokenBatch, repeats: int) -> float:
-    """Seconds of a policy loss and its gradient for a million trained tokens, the step's counts included."""
+    """Seconds of a policy loss and its gradient for a million trained tokens."""
     aggregation = "sequence_mean" if name in SEQUENCE_LOSSES else "token_mean"
     objective = PolicyGradient(algorithm(policy_loss={"kind": name}, aggregation={"kind": aggregation}))
-    ready = with_advantages(batch, objective.algorithm, RESPONSE)
-    index = batch.loss_mask.nonzero()[:, 0]
-    current = batch.extras["current"][index].requires_grad_()
-
-    def work() -> None:
-        current.grad = None
-        stats = objective.prepare(ready)
-        values = {key: value[index] for key, value in stats.values.items()}
-        objective.loss(Outputs(current), values, stats.weights[index], stats).loss.backward()
-
-    return median_seconds(work, repeats) * MILLION / index.numel()
+    return objective_seconds(objective, with_advantages(batch, objective.algorithm, RESPONSE), repeats)
 
 
 PLANS = {f"plan {kind}": kind for kind in ("packed", "padded", "shared_prefix")}
