@@ -68,11 +68,11 @@ def check_judge(spec: ExperimentSpec, folder: str) -> None:
     """The reward model's weights and score head are there, and fit as a teacher's do. Raises InputError, SpecError."""
     config = _check_beside(spec, "reward_model.paths", Path(folder))
     config.require_score("reward_model.paths " + folder)
-    needed = context_tokens(spec, config_of(spec)) + 1
+    needed = context_tokens(spec, config_of(spec))
     if config.max_positions < needed:
         raise InputError(
-            f"`reward_model.paths` {folder} reads at most {config.max_positions} tokens, and episodes have up to {needed - 1} and one "
-            f"place behind; set `engine.max_context: {config.max_positions - 1}` or less, or use a model with a longer context"
+            f"`reward_model.paths` {folder} reads at most {config.max_positions} tokens, and episodes have up to {needed}; set "
+            f"`engine.max_context: {config.max_positions}` or less, or use a model with a longer context"
         )
 
 

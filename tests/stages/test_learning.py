@@ -196,11 +196,14 @@ def test_a_reward_model_tells_right_sums_from_wrong_ones_that_it_never_saw(judge
 @pytest.mark.slow
 @pytest.mark.service
 @pytest.mark.timeout(900)
-def test_a_policy_gains_from_a_reward_model_alone(
+def test_a_policy_gains_what_a_reward_model_pays_and_outwits_it(
     models: tuple[Path, Path], judge: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     judged = f"reward_model={{paths: [{judge[0]}], environment_weight: 0.0}}"
-    assert gain(models[0], tmp_path, "algorithm.preset=grpo", judged) >= GAIN
+    truth = gain(models[0], tmp_path, "algorithm.preset=grpo", judged)
+    paid = [reward for _, reward in read_series(tmp_path / "run" / "grpo" / "metrics.jsonl", "reward")]
+    assert sum(paid[-5:]) / 5 > sum(paid[:5]) / 5 + 2.0, paid
+    assert truth < 0, "pairs that differ by a carry alone teach no addition: the score rises and the truth falls"
 
 
 @pytest.mark.slow
