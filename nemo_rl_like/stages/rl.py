@@ -91,8 +91,8 @@ class RlStage:
             policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
             stack.callback(policy.group.shutdown)
             host = partial(self._host, policy.group, stack)
-            needs_reference = stage.algorithm.needs_reference or stage.algorithm.opponent is not None
-            reference = host("reference", model.folder, model.initialize) if needs_reference else None
+            needed = stage.models_beside["reference"]
+            reference = host("reference", model.folder, model.initialize) if needed else None
             teacher = None if stage.teacher is None else host("teacher", Path(stage.teacher))
             critic = None
             if stage.needs_critic:

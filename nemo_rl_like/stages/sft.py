@@ -44,8 +44,7 @@ class SftStage:
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec = self.spec
-        checkpoints = {name: artifact for name, artifact in inputs.items() if isinstance(artifact, Checkpoint)}
-        model = start_model(spec, context.folder, checkpoints)
+        model = start_model(spec, context.folder, inputs)
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {

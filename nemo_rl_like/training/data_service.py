@@ -43,19 +43,19 @@ class Examples(Protocol[T_co]):
 
 
 class FileExamples(Generic[T]):
-    """The examples of a file, those of a fraction of the prompts held out; the same in every epoch."""
+    """The examples of a file, the same in every epoch; a fraction is held out, those of equal `key` messages together."""
 
     def __init__(
         self,
         source: str,
         sha256: str,
         examples: Sequence[T],
-        prompt: Callable[[T], Sequence[Message]],
+        key: Callable[[T], Sequence[Message]],
         fraction: float,
         seed: int,
     ) -> None:
         self.source, self.sha256 = source, sha256
-        self._train, self._held = hold_out(examples, lambda e: conversation_key(prompt(e)), fraction, seed)
+        self._train, self._held = hold_out(examples, lambda e: conversation_key(key(e)), fraction, seed)
 
     def train_size(self) -> int:
         """Training examples."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from nemo_rl_like.algorithms.distillation import IDS, LOGPROBS
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
-from nemo_rl_like.data.datasets import conversation_key, hold_out
-from nemo_rl_like.data.distill_rows import Conversation, load_conversations, own_rows, sampled_row
+from nemo_rl_like.data.distill_rows import Conversation, ConversationDataset, load_conversations, own_rows, sampled_row
 from nemo_rl_like.data.order import DataPosition, check_resumes
 from nemo_rl_like.data.stored_logits import LogitsOrigin, StoredLogits, extras_of
 from nemo_rl_like.data.trained_rows import TrainedRows
@@ -24,7 +23,7 @@ from nemo_rl_like.rollout.service import WrongWeightVersion
 from nemo_rl_like.spec.distill import DistillDataSpec, DistillStageSpec, domains_of
 from nemo_rl_like.spec.stage import SamplingSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch
-from nemo_rl_like.training.data_service import DataBatch, DataService
+from nemo_rl_like.training.data_service import DataBatch, DataService, FileExamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +50,6 @@ class MixedBatch:
     metrics: dict[str, float]
 
 
-class FileConversations:
-    """The conversations of a file, a fraction of them held out by content."""
-
-    def __init__(self, data: DistillDataSpec, teachers: Mapping[str | None, int], seed: int) -> None:
-        dataset = load_conversations(data.path, teachers)
-        self.source, self.sha256, self.all = dataset.source, dataset.sha256, dataset.examples
-        self._train, self._held = hold_out(
-            dataset.examples, lambda c: conversation_key(c.messages), data.validation_fraction, seed
-        )
-
-    def train_size(self) -> int:
-        """Training conversations."""
-        return len(self._train)
-
-    def train(self, index: int, epoch: int) -> Conversation:
-        """One training conversation, the same in every epoch."""
-        return self._train[index]
-
-    def validation(self, count: int) -> Sequence[Conversation]:
-        """The first `count` held-out conversations."""
-        return self._held[:count]
-
-
 class DistillationService(DataService[Conversation]):
     """Batches of conversations."""
 
@@ -93,7 +69,7 @@ class DistillationService(DataService[Conversation]):
         self._stored: StoredLogits | None = None
         if data.stored_logits is not None:
             self._stored = open_stored(data.stored_logits, origin)
-        examples = FileConversations(data, teachers, seed)
+        examples = _split(load_conversations(data.path, teachers), data, seed)
         super().__init__(examples, tokenizer_folder=tokenizer_folder, seed=seed, max_tokens=max_tokens)
 
     def mixed(self, position: DataPosition, plan: MixedPlan, engine: Generator) -> MixedBatch:
@@ -168,11 +144,17 @@ def open_stored(folder: str, origin: LogitsOrigin) -> StoredLogits:
     return stored
 
 
+def _split(dataset: ConversationDataset, data: DistillDataSpec, seed: int) -> FileExamples[Conversation]:
+    """The conversations, a fraction of them held out by content."""
+    fraction = data.validation_fraction
+    return FileExamples(dataset.source, dataset.sha256, dataset.examples, lambda c: c.messages, fraction, seed)
+
+
 def check_distillation(stage: DistillStageSpec, seed: int) -> None:
     """Open the data and see that it has what the stage reads. Raises InputError."""
-    conversations = FileConversations(stage.data, domains_of(stage.teachers), seed)
+    dataset = load_conversations(stage.data.path, domains_of(stage.teachers))
     reads_responses = stage.sampled_per_step < stage.examples_per_step or stage.validate_every_steps > 0
-    for conversation in conversations.all:
+    for conversation in dataset.examples:
         if reads_responses and not conversation.has_response:
             raise InputError(
                 f"{conversation.where}: has no assistant message, and {stage.on_policy_fraction:g} of the responses are sampled; add "
@@ -182,10 +164,10 @@ def check_distillation(stage: DistillStageSpec, seed: int) -> None:
             raise InputError(
                 f"{conversation.where}: has no message before the response; the student needs a prompt to answer"
             )
-    held = len(conversations.validation(stage.validation_examples))
+    held = len(_split(dataset, stage.data, seed).validation(stage.validation_examples))
     if stage.validate_every_steps and not held:
         raise InputError(
-            f"{conversations.source}: `data.validation_fraction` {stage.data.validation_fraction} holds out no conversation, and "
+            f"{dataset.source}: `data.validation_fraction` {stage.data.validation_fraction} holds out no conversation, and "
             "`validate_every_steps` needs some; raise it, or set `validate_every_steps: 0`"
         )
 
