@@ -26,8 +26,9 @@ from nemo_rl_like.cluster.worker import WorkerHost
 
 logger = logging.getLogger(__name__)
 
-_NO_DEVICE_CPU = 0.001
-"""CPU share of a rank without a device: a bundle must ask for something."""
+_NO_DEVICE = {"memory": 1.0}
+"""What a rank without a device asks for: a bundle must ask for something, and a share of a core would keep the last core
+from a rank that needs it whole. Bytes."""
 _CLOSE_S = 20.0
 
 
@@ -154,8 +155,8 @@ class WorkerGroup:
 
 def _bundle(devices: float, session: RaySession) -> dict[str, float]:
     if devices == 0:
-        return {"CPU": _NO_DEVICE_CPU}
-    return {"GPU": devices, "CPU": _NO_DEVICE_CPU} if session.devices.kind == "gpu" else {"CPU": devices}
+        return dict(_NO_DEVICE)
+    return {"GPU" if session.devices.kind == "gpu" else "CPU": devices}
 
 
 def _place(name: str, ranks: int, devices: float, session: RaySession, end: float) -> PlacementGroup:
@@ -194,8 +195,9 @@ def _start_actor(
     return (
         ray.remote(WorkerHost)
         .options(
-            num_cpus=resources["CPU"],
+            num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
+            memory=int(resources.get("memory", 0)) or None,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle),

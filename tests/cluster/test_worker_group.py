@@ -176,6 +176,12 @@ def test_a_group_that_cannot_fit_is_refused_at_once(session: RaySession) -> None
     assert time.monotonic() - started < 5
 
 
+def test_a_service_without_a_device_leaves_every_device_to_the_ranks(shared: WorkerGroup, session: RaySession) -> None:
+    ranks = session.devices.count
+    with WorkerGroup.start("all", session=session, axes={"dp": ranks}, threads=1) as group:
+        assert (group.world_size, shared.call("probe", "environ", "NRL_RUN_ID")) == (ranks, session.run_id)
+
+
 def test_shutdown_closes_services_and_ends_processes(make: MakeGroup, session: RaySession) -> None:
     group = make("closing", devices=0)
     group.shutdown()
