@@ -34,13 +34,13 @@ stages:
     steps: 100
     examples_per_step: 32
     validate_every_steps: 25
-    optimizer: {{lr: 3.0e-3}}
+    optimizer: {{lr: 1.0e-3}}
   - kind: reward_model
     name: second
     data: {{path: {folder}/pairs.jsonl}}
     seed: 7
     steps: 40
-    optimizer: {{lr: 3.0e-3}}
+    optimizer: {{lr: 1.0e-3}}
   - kind: rl
     steps: 20
     prompts_per_step: 8
