@@ -43,7 +43,8 @@ from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.model import runtime
 from nemo_rl_like.policy.rank import PolicyRank
-from nemo_rl_like.spec.experiment import EngineSpec, Fp8Spec, PolicySpec
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.policy import Fp8Spec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 Figures = dict[str, Any]

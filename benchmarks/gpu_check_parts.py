@@ -22,7 +22,8 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import write_hf_folder
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.policy.rank import PolicyRank, Walk
-from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 from nemo_rl_like.weights.cuda_ipc import CudaIpcHandle
 

@@ -30,14 +30,11 @@ from nemo_rl_like.generation.embedded import EmbeddedEngine
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.rollout.service import CollectPlan, RolloutService
-from nemo_rl_like.spec.experiment import (
-    EngineSpec,
-    EnvironmentSpec,
-    OptimizerSpec,
-    PolicySpec,
-    RlStageSpec,
-    SamplingSpec,
-)
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.spec.rl import RlStageSpec
+from nemo_rl_like.spec.stage import OptimizerSpec, SamplingSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training.step_services import objective_of
 

@@ -28,7 +28,8 @@ from nemo_rl_like.algorithms.preference import objective_of as preference_of
 from nemo_rl_like.algorithms.preference_losses import LOSSES as PREFERENCE_LOSSES
 from nemo_rl_like.algorithms.step import with_advantages
 from nemo_rl_like.model.layouts import plan_microbatches
-from nemo_rl_like.spec.algorithm import SEQUENCE_LOSSES, AlgorithmSpec
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.policy_losses import SEQUENCE_LOSSES
 from nemo_rl_like.spec.preference import PreferenceSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.policy.rank import PolicyRank, Walk, probe_batch
-from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 KINDS = ("packed", "padded")

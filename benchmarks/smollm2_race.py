@@ -33,8 +33,9 @@ from transformers import TrainerCallback
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.observe.jsonl import read_lines
 from nemo_rl_like.rollout.taskorder import TaskOrder, task_list
-from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
+from nemo_rl_like.spec.rl import RlStageSpec
 
 SPEC = Path("configs/smollm2_arithmetic.yaml")
 RATES = (1e-5, 2e-5, 3e-5)

@@ -21,7 +21,7 @@ from peer import one_rank, provenance, write_json
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
-from nemo_rl_like.spec.experiment import PolicySpec
+from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 

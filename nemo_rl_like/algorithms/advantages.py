@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.algorithms.episodes import EPS, Episodes, Groups, whitened
-from nemo_rl_like.spec import algorithm as spec
+from nemo_rl_like.spec import advantages as spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.algorithms.sequences import Scored, bounded_exp
-from nemo_rl_like.spec import algorithm as spec
+from nemo_rl_like.spec import corrections as spec
 
 
 def tis(tokens: Scored, options: spec.TisCorrection) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_rl_like.spec.algorithm import AdaptiveEntropySpec
+from nemo_rl_like.spec.kl import AdaptiveEntropySpec
 
 
 def adapted(level: float, entropy: float, options: AdaptiveEntropySpec) -> float:

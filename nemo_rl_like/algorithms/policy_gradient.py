@@ -11,7 +11,8 @@ from nemo_rl_like.algorithms import corrections, kl, policy_losses
 from nemo_rl_like.algorithms.aggregation import token_weights
 from nemo_rl_like.algorithms.objectives import LossSum, Outputs, StepStats
 from nemo_rl_like.algorithms.sequences import Scored, bounded_exp, top_share
-from nemo_rl_like.spec.algorithm import AlgorithmSpec, ClipCovLoss, KlCovLoss, SequenceMeanTokenSumNorm
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.policy_losses import ClipCovLoss, KlCovLoss, SequenceMeanTokenSumNorm
 from nemo_rl_like.tokens.batch import TokenBatch
 
 ROUNDING = 1e-8

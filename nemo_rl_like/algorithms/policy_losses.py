@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.algorithms.sequences import Scored, bounded_exp
-from nemo_rl_like.spec import algorithm as spec
+from nemo_rl_like.spec import policy_losses as spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.algorithms.episodes import Episodes
-from nemo_rl_like.spec import algorithm as spec
+from nemo_rl_like.spec import shaping as spec
 
 
 def overlong(rewards: Tensor, episodes: Episodes, options: spec.OverlongShaping, limit: int) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from nemo_rl_like.algorithms.advantages import FROM_RETURNS, estimate
 from nemo_rl_like.algorithms.episodes import Episodes
 from nemo_rl_like.algorithms.shaping import shaped
-from nemo_rl_like.spec.algorithm import AlgorithmSpec, KlSpec
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.kl import KlSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from nemo_rl_like.cluster.devices import visible_devices
 from nemo_rl_like.observe.terminal import Banner, preference_batch, pretrain_batch, rl_batch, sample_batch, sft_batch
 from nemo_rl_like.spec.distill import DistillStageSpec
-from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec, SftStageSpec, StageSpec, stage_name
+from nemo_rl_like.spec.experiment import ExperimentSpec, StageSpec, stage_name
 from nemo_rl_like.spec.loader import spec_hash
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
+from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.spec.sft import SftStageSpec
 
 
 def banner(spec: ExperimentSpec) -> Banner:

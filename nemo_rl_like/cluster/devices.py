@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.spec.experiment import ClusterSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
 
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 _DEVICE_FOLDER = Path("/dev")

@@ -29,7 +29,7 @@ from nemo_rl_like.cluster.devices import Devices, visible_devices
 from nemo_rl_like.cluster.environment import allowed, replaced_environ
 from nemo_rl_like.cluster.errors import ClusterStartError
 from nemo_rl_like.cluster.last_words import DRIVER_SIGNALS
-from nemo_rl_like.spec.experiment import ClusterSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
 
 logger = logging.getLogger(__name__)
 

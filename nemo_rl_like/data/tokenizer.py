@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.artifacts.hashing import hash_json
-from nemo_rl_like.spec.experiment import TokenizerSpec
+from nemo_rl_like.spec.model import TokenizerSpec
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 PLAIN_CHAT_TEMPLATE = (

@@ -15,7 +15,7 @@ from nemo_rl_like.environment.process import EnvironmentProcess, ProcessEnded
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import EnvironmentContractError, Message, Reset, Step, Task, Unscorable
 from nemo_rl_like.environment.wire import Advance, Answer, Call, Drop, Open, Score
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.environment.types import EnvironmentContractError, Unscorable
 from nemo_rl_like.environment.wire import Answer, Call, decode_answer, encode_call, frame, read_frame
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from nemo_rl_like.environment.prompts import PromptFileConfig
 from nemo_rl_like.environment.reward_function import RewardFunctionSource
 from nemo_rl_like.environment.reward_url import RewardUrlConfig, RewardUrlSource
 from nemo_rl_like.environment.types import EnvironmentConfig, EnvironmentSource
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 UNSCORED = "nemo_rl_like.environment.unscored:reward_func"
 ENTRY_POINTS = "nemo_rl_like.environments"

@@ -19,7 +19,7 @@ from nemo_rl_like.environment.dispatch import Dispatcher
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import EnvironmentContractError, Unscorable
 from nemo_rl_like.environment.wire import decode_call, encode_answer, frame, read_frame
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 _PR_SET_PDEATHSIG = 1
 

@@ -19,7 +19,7 @@ from nemo_rl_like.generation.types import Completion, Request, Sampling, StopRea
 from nemo_rl_like.model.decode import Decoder, SamplingDecoder
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.mcore import parallel_state
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 logger = logging.getLogger(__name__)

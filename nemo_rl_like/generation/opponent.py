@@ -6,7 +6,7 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.embedded import EmbeddedEngine
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.mixture import MixedDecoder
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.online import MixtureOpponent, OpponentSpec
 
 

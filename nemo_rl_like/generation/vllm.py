@@ -23,7 +23,8 @@ from nemo_rl_like.generation.types import Completion, Request, Sampling, StopRea
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.spec.experiment import DType, EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.model import DType
 from nemo_rl_like.tensors.words import signed_64
 from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare

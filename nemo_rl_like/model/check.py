@@ -20,7 +20,7 @@ from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 
 TINY_TOLERANCE = 1e-5
 """Largest logit difference that is always allowed."""

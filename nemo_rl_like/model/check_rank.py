@@ -22,7 +22,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 
 
 def main(task: str) -> None:

@@ -19,7 +19,7 @@ from nemo_rl_like.model.mcore import (
 )
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.experiment import Fp8Spec, LayoutSpec
+from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec
 
 
 def build_model(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.spec.experiment import Fp8Spec, LayoutSpec, ModelInitSpec
+from nemo_rl_like.spec.model import ModelInitSpec
+from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec
 
 if TYPE_CHECKING:
     import torch

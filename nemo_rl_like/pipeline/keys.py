@@ -10,18 +10,15 @@ import nemo_rl_like
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import JSON, canonical_json, fingerprint_path, hash_json, hash_path
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
-from nemo_rl_like.spec.experiment import (
-    EnvironmentSpec,
-    EvaluateStageSpec,
-    ExperimentSpec,
-    RlStageSpec,
-    SftStageSpec,
-    StageSpec,
-)
+from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.evaluate import EvaluateStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec, StageSpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec, TextDataSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
+from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.spec.sft import SftStageSpec
 
 KEY_FORMAT = 1
 """Raised when the meaning of a key changes."""

@@ -8,19 +8,13 @@ from dataclasses import dataclass
 
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.spec.distill import TeacherLogitsStageSpec
-from nemo_rl_like.spec.experiment import (
-    TRAINING_STAGES,
-    EvaluateStageSpec,
-    ExperimentSpec,
-    ExportStageSpec,
-    RlStageSpec,
-    SftStageSpec,
-    StageSpec,
-    stage_name,
-)
+from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
 from nemo_rl_like.spec.nearest import nearest
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
+from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.spec.sft import SftStageSpec
 
 RESERVED = ("run.json", "status.json", "spec.yaml", "report.json", "logs")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

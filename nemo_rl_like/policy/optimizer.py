@@ -24,7 +24,7 @@ from nemo_rl_like.model.mcore import (
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
-from nemo_rl_like.spec.experiment import OptimizerSpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 

@@ -32,7 +32,8 @@ from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.policy.top import TopK, top_of_batch
-from nemo_rl_like.spec.experiment import OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle, SharedMemorySender

@@ -17,7 +17,7 @@ from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.top_logprobs import top_logprobs
 from nemo_rl_like.policy.ddp import run_schedule
 from nemo_rl_like.policy.share import from_last_stages
-from nemo_rl_like.spec.experiment import PolicySpec
+from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 

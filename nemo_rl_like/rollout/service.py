@@ -30,8 +30,10 @@ from nemo_rl_like.rollout.records import append_records
 from nemo_rl_like.rollout.runner import EpisodeRunner, Generator, Limits, check_prompt_length
 from nemo_rl_like.rollout.summary import RolloutSummary, summarize
 from nemo_rl_like.rollout.taskorder import TaskList, task_list
-from nemo_rl_like.spec.experiment import EnvironmentSpec, EvaluationSpec, SamplingSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.evaluate import EvaluationSpec
 from nemo_rl_like.spec.reward_model import ProcessScores, RewardModelSpec
+from nemo_rl_like.spec.stage import SamplingSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.seeds import seed_of
-from nemo_rl_like.spec.experiment import TRAINING_STAGES, EvaluationSpec, ExperimentSpec, stage_name
+from nemo_rl_like.spec.evaluate import EvaluationSpec
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages.averaging import AVERAGED
 from nemo_rl_like.stages.evaluate import evaluate, evaluator

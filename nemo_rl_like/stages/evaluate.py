@@ -16,7 +16,8 @@ from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Report
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.evaluation import EvaluationReport
-from nemo_rl_like.spec.experiment import EvaluateStageSpec, EvaluationSpec, ExperimentSpec
+from nemo_rl_like.spec.evaluate import EvaluateStageSpec, EvaluationSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.preflight import check_tasks, problems_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model

@@ -14,7 +14,8 @@ from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, Serv
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, write_hf_folder
 from nemo_rl_like.policy.store import copy_side_files
-from nemo_rl_like.spec.experiment import ExperimentSpec, ExportStageSpec
+from nemo_rl_like.spec.evaluate import ExportStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.start_model import weights_of
 
 FOLDER = "model"

@@ -21,7 +21,8 @@ from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.distill import DistillStageSpec
-from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, RlStageSpec, stage_name
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
+from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
 from nemo_rl_like.stages.workers import context_tokens, environment_of
 from nemo_rl_like.training.trainer import CHECKPOINTS

@@ -11,7 +11,8 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.policy.client import Policy, TrainedModels
-from nemo_rl_like.spec.experiment import ExperimentSpec, OwnRanks, RlStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.rl import OwnRanks, RlStageSpec
 from nemo_rl_like.stages.preflight import (
     check_checkpoints,
     check_critic,

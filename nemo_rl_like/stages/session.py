@@ -6,7 +6,7 @@ import atexit
 from pathlib import Path
 
 from nemo_rl_like.cluster.ray_session import RaySession
-from nemo_rl_like.spec.experiment import ClusterSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
 
 _current: tuple[ClusterSpec, Path, RaySession] | None = None
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
 from nemo_rl_like.policy.client import Policy, TrainedModels
-from nemo_rl_like.spec.experiment import ExperimentSpec, SftDataSpec, SftStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.sft import SftDataSpec, SftStageSpec
 from nemo_rl_like.stages.averaging import hand_on, start_average
 from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
 from nemo_rl_like.stages.ptx import check_ptx, start_ptx

@@ -12,8 +12,10 @@ from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.observe.metrics import read_series
 from nemo_rl_like.observe.plot import plot_curves
 from nemo_rl_like.observe.terminal import BeforeAfter
-from nemo_rl_like.spec.experiment import EvaluateStageSpec, ExperimentSpec, RlStageSpec, stage_name
+from nemo_rl_like.spec.evaluate import EvaluateStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
 from nemo_rl_like.spec.loader import spec_hash
+from nemo_rl_like.spec.rl import RlStageSpec
 
 METRICS = "metrics.jsonl"
 PLOT = "reward.png"

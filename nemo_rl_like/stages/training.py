@@ -8,7 +8,8 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.observe.terminal import Terminal
 from nemo_rl_like.policy.client import TrainedModels
-from nemo_rl_like.spec.experiment import CheckpointSpec, ExperimentSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.stage import CheckpointSpec
 from nemo_rl_like.training.recipe import Recipe
 from nemo_rl_like.training.screen import MetricFiles, TrainingScreen
 from nemo_rl_like.training.trainer import Trainer

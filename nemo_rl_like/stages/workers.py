@@ -11,7 +11,8 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.environment.registry import with_absolute_paths
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.spec.experiment import EnvironmentSpec, ExperimentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.training.step_services import ROLLOUT, STEPS
 
 ROLLOUT_SERVICE = "nemo_rl_like.rollout.service:RolloutService"

@@ -18,7 +18,8 @@ from nemo_rl_like.generation.types import Completion, Request, Sampling, SyncRep
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.gap import GapLimit
-from nemo_rl_like.spec.experiment import DType, EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.model import DType
 from nemo_rl_like.spec.online import OpponentSpec
 from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare

@@ -9,7 +9,7 @@ from typing import cast
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.artifacts.references import load_function
 from nemo_rl_like.rollout.evaluation import EvaluationReport
-from nemo_rl_like.spec.experiment import RlStageSpec
+from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.training.dataflow import Dataflow, on_pairs, standard
 from nemo_rl_like.training.recipe import StepReport
 from nemo_rl_like.training.step_services import ROLLOUT, StepServices

@@ -15,7 +15,8 @@ from nemo_rl_like.data.trained_rows import TrainedRows
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import EnvironmentConfig, EnvironmentSource, Task
 from nemo_rl_like.rollout.taskorder import task_list
-from nemo_rl_like.spec.experiment import EnvironmentSpec, SftDataSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.sft import SftDataSpec
 from nemo_rl_like.training.data_service import DataService, Examples
 
 Conversation: TypeAlias = Sequence[Message]

@@ -25,8 +25,8 @@ from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.rollout.service import CollectPlan
 from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
-from nemo_rl_like.spec.algorithm import GaeAdvantage, VapoAdvantage
-from nemo_rl_like.spec.experiment import RlStageSpec
+from nemo_rl_like.spec.advantages import GaeAdvantage, VapoAdvantage
+from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.training.engine import EngineClient, RunEngine
 from nemo_rl_like.training.ptx import Ptx, next_of
 from nemo_rl_like.training.step_service import PreparedStep, StepPlan

@@ -12,7 +12,7 @@ from nemo_rl_like.algorithms.objectives import CrossEntropy, Objective
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.policy.client import Policy
-from nemo_rl_like.spec.experiment import SftStageSpec
+from nemo_rl_like.spec.sft import SftStageSpec
 from nemo_rl_like.training.data_recipe import DataPlan, DataRecipe
 from nemo_rl_like.training.moving_reference import MovingReference, follow
 from nemo_rl_like.training.ptx import Ptx, next_of

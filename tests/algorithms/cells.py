@@ -9,7 +9,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from nemo_rl_like.spec import algorithm as spec
+from nemo_rl_like.spec.advantages import AdvantageSpec
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.corrections import CorrectionSpec
+from nemo_rl_like.spec.policy_losses import SEQUENCE_LOSSES, AggregationSpec, PolicyLossSpec
+from nemo_rl_like.spec.shaping import ShapingSpec
 
 Cell = dict[str, Any]
 
@@ -70,11 +74,11 @@ def kinds(annotation: Any) -> list[str]:
 def axes() -> dict[str, list[Any]]:
     """Every axis with its settings, read from the spec's unions."""
     out: dict[str, list[Any]] = {
-        "advantage": _settings("advantage", spec.AdvantageSpec),
-        "policy_loss": _settings("policy_loss", spec.PolicyLossSpec),
-        "aggregation": _settings("aggregation", spec.AggregationSpec),
-        "correction": [[], *([c] for c in _settings("correction", spec.CorrectionSpec))],
-        "shaping": [[], *([c] for c in _settings("shaping", spec.ShapingSpec))],
+        "advantage": _settings("advantage", AdvantageSpec),
+        "policy_loss": _settings("policy_loss", PolicyLossSpec),
+        "aggregation": _settings("aggregation", AggregationSpec),
+        "correction": [[], *([c] for c in _settings("correction", CorrectionSpec))],
+        "shaping": [[], *([c] for c in _settings("shaping", ShapingSpec))],
     }
     out["correction"].append([{"kind": "tis"}, {"kind": "geometric_mask", **BITING["geometric_mask"]}])
     return out | SWITCHES
@@ -84,13 +88,13 @@ def _settings(axis: str, annotation: Any) -> list[dict[str, Any]]:
     return [{"kind": kind, **BITING.get(kind, {})} for kind in kinds(annotation)] + FURTHER.get(axis, [])
 
 
-def allowed(cell: Mapping[str, Any]) -> spec.AlgorithmSpec | None:
+def allowed(cell: Mapping[str, Any]) -> AlgorithmSpec | None:
     """The block of a cell, or None if it is refused: by the spec, or because maxrl takes no reward that shaping made negative."""
     lowered = any(s.get("coef", 0) < 0 or s["kind"] == "win_rate" for s in cell.get("shaping", ()))
     if cell.get("advantage") == {"kind": "maxrl"} and lowered:
         return None
     try:
-        return spec.AlgorithmSpec.model_validate(dict(cell))
+        return AlgorithmSpec.model_validate(dict(cell))
     except ValidationError:
         return None
 
@@ -141,7 +145,7 @@ def _complete(
 def _written(table: Mapping[str, list[Any]], chosen: Mapping[str, int], names: list[str]) -> Cell:
     """The cell so far. An axis that is still open takes what the closed ones need."""
     cell = {name: table[name][i] for name, i in chosen.items()}
-    sequence = cell.get("policy_loss", {}).get("kind") in spec.SEQUENCE_LOSSES
+    sequence = cell.get("policy_loss", {}).get("kind") in SEQUENCE_LOSSES
     if sequence and "aggregation" not in cell:
         cell["aggregation"] = {"kind": "sequence_mean"}
     if cell.get("aggregation", {}).get("kind") == "sequence_mean" and "policy_loss" not in cell:

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter
 
 from nemo_rl_like.algorithms.advantages import BY_EPISODE, BY_TOKEN, estimate
 from nemo_rl_like.algorithms.episodes import Episodes, Groups
-from nemo_rl_like.spec.algorithm import GROUP_RELATIVE, AdvantageSpec, AlgorithmSpec
+from nemo_rl_like.spec.advantages import GROUP_RELATIVE, AdvantageSpec
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
 
 from . import cells
 from .oracle.advantages import advantages as oracle

@@ -10,9 +10,9 @@ from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.algorithms.preference import Preference
 from nemo_rl_like.algorithms.step import with_advantages
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
-from nemo_rl_like.spec.experiment import RlStageSpec
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.spec.online import OnlinePairsSpec
+from nemo_rl_like.spec.rl import RlStageSpec
 
 from .oracle import preference as oracle
 from .pairs import pair_step

@@ -17,7 +17,8 @@ from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.algorithms.sequences import Scored
 from nemo_rl_like.algorithms.shaping import kept_groups, shaped
 from nemo_rl_like.algorithms.step import with_advantages
-from nemo_rl_like.spec.algorithm import AlgorithmSpec, CispoLoss
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.policy_losses import CispoLoss
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nemo_rl_like.cluster.ray_session import RaySession
-from nemo_rl_like.spec.experiment import ClusterSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
 
 
 @pytest.fixture(scope="module")

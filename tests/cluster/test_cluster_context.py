@@ -16,7 +16,7 @@ from nemo_rl_like.cluster.environment import allowed, is_secret
 from nemo_rl_like.cluster.errors import DeadlineExceeded, WorkerDied, WorkerFailed
 from nemo_rl_like.cluster.last_words import exit_cause
 from nemo_rl_like.cluster.worker import Turnstile
-from nemo_rl_like.spec.experiment import ClusterSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
 
 
 @settings(deadline=None)

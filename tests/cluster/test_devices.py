@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_like.cluster import devices
 from nemo_rl_like.cluster.devices import Devices, visible_devices
-from nemo_rl_like.spec.experiment import ClusterSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -17,7 +17,7 @@ from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.cluster.errors import ClusterStartError
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.cluster.watchdog import command_line, kill_run, processes_of_run, segments_of
-from nemo_rl_like.spec.experiment import ClusterSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
 
 DRIVER = """
 import signal, sys, time

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import character_tokenizer, load_tokenizer, make_tokenizer
-from nemo_rl_like.spec.experiment import TokenizerSpec
+from nemo_rl_like.spec.model import TokenizerSpec
 from tests.data.small_tokenizers import NO_END, bpe_tokenizer
 
 ALPHABET = "0123456789+-= \n"

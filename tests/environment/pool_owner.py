@@ -5,7 +5,7 @@ import asyncio
 from nemo_rl_like.environment.process import EnvironmentProcess
 from nemo_rl_like.environment.types import Message, Task
 from nemo_rl_like.environment.wire import Advance, Open
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 
 async def main() -> None:

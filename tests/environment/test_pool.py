@@ -14,7 +14,7 @@ import pytest
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.environment.pool import MAX_ISOLATED_FAILURES, EnvironmentPool
 from nemo_rl_like.environment.types import EnvironmentContractError, Message, Step, Task, Unscorable
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 SOURCES = "tests.environment.sample_sources"
 TIMEOUT_S = 3.0

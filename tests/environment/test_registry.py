@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.environment.registry import BUILT_IN, available, resolve, source_class, with_absolute_paths
 from nemo_rl_like.environment.types import NoDemonstration, Step
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 SOURCES = "tests.environment.sample_sources"
 

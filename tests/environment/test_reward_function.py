@@ -9,7 +9,7 @@ from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.environment.pool import EnvironmentPool
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import EnvironmentContractError, Unscorable
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 ROWS = [{"messages": [{"role": "user", "content": f"{i}+1="}], "label": str(i + 1)} for i in range(20)]
 GOOD = """

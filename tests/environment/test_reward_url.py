@@ -10,7 +10,7 @@ from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.environment.pool import EnvironmentPool
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import EnvironmentContractError, Unscorable
-from nemo_rl_like.spec.experiment import EnvironmentSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 
 
 class _Scorer(HTTPServer):

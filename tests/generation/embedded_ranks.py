@@ -20,7 +20,8 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
-from nemo_rl_like.spec.experiment import EngineSpec, LayoutSpec
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 
 WORLD = 4
 

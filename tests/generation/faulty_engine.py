@@ -8,7 +8,8 @@ from dataclasses import replace
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.types import Completion, Request, Sampling, SyncReport
 from nemo_rl_like.generation.vllm import VllmEngine
-from nemo_rl_like.spec.experiment import DType, EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.model import DType
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 from .tiny_models import Q

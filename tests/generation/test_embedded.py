@@ -17,7 +17,7 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import hidden_states
 from nemo_rl_like.model.heads import output_head, token_logprobs
 from nemo_rl_like.model.layouts import plan_microbatches
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from nemo_rl_like.tokens.batch import Row, batch_rows
 
 from .embedded_ranks import Job, free_port, run, start_engine

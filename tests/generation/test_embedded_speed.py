@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.model import runtime
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 
 from .embedded_ranks import free_port, start_engine
 

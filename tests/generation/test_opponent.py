@@ -17,8 +17,9 @@ from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
-from nemo_rl_like.spec.experiment import EngineSpec, LayoutSpec
+from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.online import MixtureOpponent, OpponentSpec, ReferenceOpponent
+from nemo_rl_like.spec.policy import LayoutSpec
 
 from .embedded_ranks import free_port
 from .tiny_models import VOCAB, save, tiny_llama

@@ -16,7 +16,7 @@ from nemo_rl_like.generation import vllm
 from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
 from nemo_rl_like.generation.types import Completion, Request, Sampling
 from nemo_rl_like.generation.vllm import VllmEngine
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.errors import WeightSyncError
 from nemo_rl_like.weights.manifest import compare
 from nemo_rl_like.weights.shared_memory import SharedMemorySender

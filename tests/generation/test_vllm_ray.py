@@ -13,7 +13,8 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.generation.segments import descendants
 from nemo_rl_like.generation.types import Request, Sampling
-from nemo_rl_like.spec.experiment import ClusterSpec, EngineSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
+from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.shared_memory import SharedMemorySender
 
 from .test_vllm_processes import wait_for_end

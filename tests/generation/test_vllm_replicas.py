@@ -14,7 +14,9 @@ from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy
-from nemo_rl_like.spec.experiment import ClusterSpec, EngineSpec, PolicySpec
+from nemo_rl_like.spec.cluster import ClusterSpec
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.training import engine as engine_module
 from nemo_rl_like.training.engine import SERVICE, RunEngine
 from nemo_rl_like.weights.errors import WeightSyncError

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
 from nemo_rl_like.generation.types import Request, Sampling
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.errors import WeightSyncError
 from nemo_rl_like.weights.shared_memory import SharedMemorySender
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.generation.vllm import VllmEngine
-from nemo_rl_like.spec.experiment import EngineSpec
+from nemo_rl_like.spec.engine import EngineSpec
 
 
 def main() -> None:

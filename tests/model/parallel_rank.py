@@ -25,7 +25,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader, write_weights
 from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.model import tiny
 

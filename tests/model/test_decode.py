@@ -15,7 +15,7 @@ from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 
 TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import Kind, plan_microbatches
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -10,7 +10,8 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.hf_config import ARCHITECTURES, ModelConfig
-from nemo_rl_like.spec.experiment import LayoutSpec, ModelInitSpec
+from nemo_rl_like.spec.model import ModelInitSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 
 CONFIGS = (
     LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=5e5, eos_token_id=[2, 3]),

@@ -17,7 +17,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import plan_microbatches
 from nemo_rl_like.model.local_layers import _Linear, _RmsNorm, _SplitHeads, _SwiGlu
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 
 GROUPS, QUERIES, WIDTH = 2, 3, 8

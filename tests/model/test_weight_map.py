@@ -16,7 +16,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.model.weight_map import WeightMap, pack_qkv, unpack_qkv
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 
 

@@ -15,7 +15,7 @@ from nemo_rl_like.data.messages import assistant, user
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.policy.top import TopK, top_of_batch
 from nemo_rl_like.spec.distill import DistillationSpec
-from nemo_rl_like.spec.experiment import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.preference_ranks import FAST, RENDERER
 from tests.policy.step_laws import member

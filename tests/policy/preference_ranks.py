@@ -15,8 +15,9 @@ from nemo_rl_like.data.preferences import Pair, unpaired
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.policy.rank import PolicyRank, Walk
-from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.preference import PreferenceSpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.step_laws import member
 

@@ -19,8 +19,10 @@ from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.policy.gap import GapExceeded, GapLimit
 from nemo_rl_like.policy.rank import NonFinite, PolicyRank, Walk
-from nemo_rl_like.spec.algorithm import AlgorithmSpec, KlSpec
-from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.kl import KlSpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training.step_service import minibatches
 from tests.policy.test_laws import TEMPERATURE, make_batch

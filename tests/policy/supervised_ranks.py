@@ -15,7 +15,8 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.sft_rows import sft_rows
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.policy.rank import PolicyRank, Walk
-from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.step_laws import member
 

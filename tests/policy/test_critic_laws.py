@@ -15,7 +15,8 @@ from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.policy.rank import PolicyRank, Walk
-from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, with_ends
 from tests.policy.ranks import run_ranks
 from tests.policy.test_laws import BETA1, VOCAB, make_batch, make_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_like.spec.experiment import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from tests.policy.ranks import run_ranks
 from tests.policy.test_laws import make_folder, step
 

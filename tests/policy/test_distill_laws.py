@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from tests.algorithms.oracle import distill as oracle
 from tests.policy.distill_ranks import TEMPERATURE, K, conversations, learned, taught
 from tests.policy.preference_ranks import VOCAB

@@ -10,8 +10,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
-from nemo_rl_like.spec.algorithm import AlgorithmSpec, KlSpec, SequenceMeanTokenMean
-from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.kl import KlSpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.policy_losses import SequenceMeanTokenMean
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 from tests.policy.ranks import run_ranks
 from tests.tiny_folders import save_llama

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from tests.policy.preference_ranks import VOCAB, learned, losses, rows_of, sums
 from tests.policy.ranks import run_ranks
 from tests.tiny_folders import save_llama

@@ -15,8 +15,9 @@ from trl.trainer.reward_trainer import RewardTrainer
 from nemo_rl_like.algorithms.reward_losses import objective_of
 from nemo_rl_like.data.score_rows import pair_score_rows
 from nemo_rl_like.policy.rank import PolicyRank
-from nemo_rl_like.spec.experiment import LayoutSpec, OptimizerSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.reward_model import PairwiseReward
+from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.preference_ranks import RENDERER, VOCAB, sums
 from tests.policy.ranks import run_ranks

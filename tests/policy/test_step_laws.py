@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from nemo_rl_like.policy.gap import RATIO_METRICS
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.policy.ranks import run_ranks
 from tests.policy.step_laws import PLAIN, UPDATES, loaded, one_rank, rows_of_updates, saved

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from nemo_rl_like.spec.experiment import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.algorithms.oracle.supervised import cross_entropy
 from tests.policy.ranks import run_ranks

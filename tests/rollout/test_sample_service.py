@@ -13,8 +13,9 @@ from nemo_rl_like.data.datasets import load_messages
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.rollout.choice import Counts
 from nemo_rl_like.rollout.sample_service import SampleService, read_part
-from nemo_rl_like.spec.experiment import EnvironmentSpec, SamplingSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.spec.stage import SamplingSpec
 from tests.rollout.scripted_engine import ScriptedEngine, random_script
 
 ALPHABET = "0123456789+=x"

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.rollout.service import CollectPlan, RolloutService, TooManyInvalid, WrongWeightVersion
-from nemo_rl_like.spec.experiment import EnvironmentSpec, EvaluationSpec, SamplingSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.evaluate import EvaluationSpec
+from nemo_rl_like.spec.stage import SamplingSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.data.small_tokenizers import CHATML, FORGETS_THOUGHTS, bpe_tokenizer
 from tests.rollout.scripted_engine import ScriptedEngine, random_script

@@ -16,7 +16,10 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.rollout.service import CollectPlan
-from nemo_rl_like.spec.experiment import ClusterSpec, EnvironmentSpec, EvaluationSpec, SamplingSpec
+from nemo_rl_like.spec.cluster import ClusterSpec
+from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.evaluate import EvaluationSpec
+from nemo_rl_like.spec.stage import SamplingSpec
 from tests.rollout.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.service

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_like.spec.experiment import DType, EngineSpec, ExperimentSpec, RlStageSpec, SftStageSpec
+from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import json_schema, load_spec, resolved_yaml, spec_hash
+from nemo_rl_like.spec.model import DType
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
+from nemo_rl_like.spec.rl import RlStageSpec
+from nemo_rl_like.spec.sft import SftStageSpec
 
 BASE = """\
 output: runs/x

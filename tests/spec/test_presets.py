@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.spec.experiment import ExperimentSpec, RlStageSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
 from nemo_rl_like.spec.presets import presets
+from nemo_rl_like.spec.rl import RlStageSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(presets())

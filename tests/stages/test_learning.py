@@ -14,8 +14,9 @@ import pytest
 from nemo_rl_like.data.messages import assistant, user
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.observe.metrics import read_series
-from nemo_rl_like.spec.experiment import ExperimentSpec, ModelSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
+from nemo_rl_like.spec.model import ModelSpec
 from tests.stages.killing import finish
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_rl_like.checkpoint.layout import verify
-from nemo_rl_like.spec.experiment import RlStageSpec
 from nemo_rl_like.spec.loader import load_spec
+from nemo_rl_like.spec.rl import RlStageSpec
 from tests.stages.killing import finish
 from tests.stages.test_bad_input import no_ray, refusal  # noqa: F401  (the fixture counts for all tests here)
 

@@ -10,7 +10,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from nemo_rl_like.artifacts.errors import InputError, SpecError
-from nemo_rl_like.spec.experiment import RlStageSpec
+from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.training.dataflow import adapt_entropy, adapt_kl, collect, on_pairs, standard
 from nemo_rl_like.training.reinforcement import dataflow_of
 from nemo_rl_like.training.step_services import StepServices

@@ -11,8 +11,8 @@ import pytest
 from nemo_rl_like.algorithms.objectives import Auxiliary, CrossEntropy, Objective
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.tokenizer import character_tokenizer
-from nemo_rl_like.spec.experiment import SftStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec, PtxSpec
+from nemo_rl_like.spec.sft import SftStageSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training import data_service
 from nemo_rl_like.training.pretrain_service import PretrainService, check_text, sequence_tokens_of

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cli.logs import log_to_stderr
-from nemo_rl_like.spec.experiment import EvaluationSpec
+from nemo_rl_like.spec.evaluate import EvaluationSpec
 from nemo_rl_like.stages.api import chat_session, evaluate_checkpoint, export_checkpoint
 
 

@@ -11,26 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_like.spec.algorithm import (
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.corrections import (
+    GeometricMaskCorrection,
+    IcePopCorrection,
+    OffPolicyMaskCorrection,
+    SequenceMaskCorrection,
+    SequenceTisCorrection,
+    TisCorrection,
+)
+from nemo_rl_like.spec.policy_losses import (
     SEQUENCE_LOSSES,
-    AlgorithmSpec,
     CispoLoss,
     ClipCovLoss,
     ClipLoss,
-    GeometricMaskCorrection,
     GmpoLoss,
     GpgLoss,
     GspoLoss,
     GspoTokenLoss,
-    IcePopCorrection,
     KlCovLoss,
-    OffPolicyMaskCorrection,
     ReinforceLoss,
     SapoLoss,
-    SequenceMaskCorrection,
     SequenceMeanTokenSumNorm,
-    SequenceTisCorrection,
-    TisCorrection,
 )
 
 from .samples import Sample, Tok, trained

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl_like.spec.algorithm import (
-    AlgorithmSpec,
+from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.shaping import (
     ClipShaping,
     LengthPenaltyShaping,
     OverlongShaping,
