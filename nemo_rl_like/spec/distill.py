@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, SamplingSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, PresetStage, SamplingSpec, StageBase
 
 WHOLE_VOCABULARY_LIMIT = 2048
 """Most tokens of a vocabulary that is told whole at each place."""
@@ -83,7 +83,7 @@ class DistillDataSpec(Spec):
     """Folder that a `teacher_logits` stage wrote for this file; no teacher is loaded then."""
 
 
-class DistillStageSpec(StageBase, TeachersSpec, DistillationSpec):
+class DistillStageSpec(PresetStage, TeachersSpec, DistillationSpec):
     """Distillation on responses of the data and on the student's own."""
 
     kind: Literal["distill"] = "distill"

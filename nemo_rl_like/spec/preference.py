@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, PresetStage
 
 NoiseRate = Annotated[float, Field(ge=0, lt=0.5)]
 
@@ -351,7 +351,7 @@ class ReferenceSyncSpec(Spec):
     """Share of the policy in the new reference; 1 = a copy."""
 
 
-class PreferenceStageSpec(StageBase, PreferenceSpec):
+class PreferenceStageSpec(PresetStage, PreferenceSpec):
     """Preference optimisation on pairs or judged completions from a file."""
 
     kind: Literal["preference"] = "preference"

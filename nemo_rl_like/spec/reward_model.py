@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, PresetStage
 
 
 class PairwiseReward(Spec):
@@ -52,7 +52,7 @@ class RewardDataSpec(Spec):
     """Part of the prompts held out for validation."""
 
 
-class RewardModelStageSpec(StageBase):
+class RewardModelStageSpec(PresetStage):
     """Train a model that scores: the start model with its output head replaced by a head of one number."""
 
     kind: Literal["reward_model"] = "reward_model"

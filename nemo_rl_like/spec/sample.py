@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from nemo_rl_like.spec.stage import SamplingSpec, StageBase
+from nemo_rl_like.spec.stage import PresetStage, SamplingSpec
 
 
-class SampleStageSpec(StageBase):
+class SampleStageSpec(PresetStage):
     """Best-of-n and rejection sampling from an environment's training tasks."""
 
     kind: Literal["sample"] = "sample"

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.pretrain import PtxSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, OptimizerSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, OptimizerSpec, PresetStage
 
 
 class SftDataSpec(Spec):
@@ -36,7 +36,7 @@ class SftDataSpec(Spec):
         return self
 
 
-class SftStageSpec(StageBase):
+class SftStageSpec(PresetStage):
     """Supervised fine-tuning."""
 
     kind: Literal["sft"] = "sft"

@@ -82,3 +82,10 @@ class StageBase(Spec):
 
     name: str = ""
     """Name of the stage's folder; default: its kind."""
+
+
+class PresetStage(StageBase):
+    """A stage whose method may be named."""
+
+    preset: str | None = None
+    """Named algorithm whose lines this stage's own are written over; `nrl algorithms` lists them."""

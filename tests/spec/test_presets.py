@@ -9,11 +9,15 @@ import pytest
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
+from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.presets import presets
 from nemo_rl_like.spec.rl import RlStageSpec
+from nemo_rl_like.spec.source import plain
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(presets())
+RL_NAMES = sorted(presets("rl"))
+OTHERS = sorted(set(NAMES) - set(RL_NAMES))
 
 
 def rl_stage(spec: ExperimentSpec) -> RlStageSpec:
@@ -27,14 +31,43 @@ def demo(*overrides: str) -> ExperimentSpec:
     return load_spec(CONFIGS / "demo.yaml", [f"stages.grpo.{text}" for text in overrides])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_preset_is_a_valid_block_with_a_config_under_40_lines(name: str) -> None:
-    file = CONFIGS / "algorithms" / f"{name}.yaml"
-    assert len(file.read_text().splitlines()) < 40
-    stage = rl_stage(load_spec(file))
+@pytest.mark.parametrize("name", RL_NAMES)
+def test_every_rl_preset_is_what_its_config_runs(name: str) -> None:
+    stage = rl_stage(load_spec(CONFIGS / "algorithms" / f"{name}.yaml"))
     assert stage.algorithm.preset == name
     teacher = ["teacher=runs/x"] if name == "opd" else []
     assert stage.algorithm == rl_stage(demo(f"algorithm.preset={name}", *teacher)).algorithm
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_preset_is_in_a_stage_of_its_config_that_it_changes(name: str) -> None:
+    (stage,) = (
+        s for s in load_spec(CONFIGS / "algorithms" / f"{name}.yaml").stages if getattr(s, "preset", None) == name
+    )
+    assert stage.kind == presets()[name].stage
+    given = plain(presets()[name].block)
+    assert isinstance(given, dict) and set(given) <= stage.model_fields_set
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_has_a_config_under_40_lines(name: str) -> None:
+    assert len((CONFIGS / "algorithms" / f"{name}.yaml").read_text().splitlines()) < 40
+
+
+@pytest.mark.parametrize("stage", sorted({preset.stage for preset in presets().values()} - {"rl"}))
+def test_a_stage_refuses_the_name_of_another(tmp_path: Path, stage: str) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(f"extends: {CONFIGS / 'demo.yaml'}\nstages:\n  - kind: {stage}\n    preset: grpo\n")
+    with pytest.raises(SpecError, match=f"spec.yaml:4.*no preset 'grpo' for stages of kind {stage}, only for rl"):
+        load_spec(file)
+
+
+def test_a_stages_own_lines_win_over_its_presets(tmp_path: Path) -> None:
+    losses = {"losses.0.beta=0.5": [("dpo", 0.5)], "losses=[ipo]": [("ipo", 0.1)]}
+    for override, wanted in losses.items():
+        spec = load_spec(CONFIGS / "algorithms" / "rpo.yaml", [f"stages.preference.{override}"])
+        (stage,) = (s for s in spec.stages if isinstance(s, PreferenceStageSpec))
+        assert [(loss.kind, loss.beta) for loss in stage.losses] == wanted and stage.rpo_alpha == 1.0
 
 
 def test_a_critic_without_an_advantage_that_reads_it_is_refused() -> None:

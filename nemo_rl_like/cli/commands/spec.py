@@ -50,22 +50,28 @@ def algorithms(name: str | None, *, as_json: bool) -> None:
         raise SpecError(
             f"there is no algorithm {name!r}" + (f"; did you mean `{near}`?" if near else "; see `nrl algorithms`")
         )
-    chosen = [known[name]] if name is not None else list(known.values())
+    chosen = [known[name]] if name is not None else sorted(known.values(), key=lambda p: (p.stage, p.family, p.name))
     if as_json:
         typer.echo(json.dumps([_as_json(preset) for preset in chosen], indent=1))
     elif name is not None:
         (preset,) = chosen
-        typer.echo(f"# {preset.summary}\n# {preset.paper}\n{preset.lines.rstrip()}")
+        where = "in the `algorithm` block of an `rl` stage" if preset.stage == "rl" else f"in a `{preset.stage}` stage"
+        typer.echo(
+            f"# {preset.summary}\n# {preset.paper}\n# preset: {preset.name} {where} stands for:\n{preset.lines.rstrip()}"
+        )
     else:
         width = max(len(preset.name) for preset in chosen)
         for preset in chosen:
-            typer.echo(f"{preset.name:<{width}}  {preset.family:<12}  {preset.paper:<44}  {preset.summary}")
+            typer.echo(
+                f"{preset.name:<{width}}  {preset.stage:<12}  {preset.family:<12}  {preset.summary}; {preset.paper}"
+            )
 
 
 def _as_json(preset: Preset) -> dict[str, JSON]:
     choices = cast(JSON, plain(preset.block))
     return {
         "name": preset.name,
+        "stage": preset.stage,
         "family": preset.family,
         "paper": preset.paper,
         "summary": preset.summary,
