@@ -29,7 +29,8 @@ from nemo_rl_like.algorithms.step import with_advantages
 from nemo_rl_like.generation.embedded import EmbeddedEngine
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.policy.rank import PolicyRank
-from nemo_rl_like.rollout.service import CollectPlan, RolloutService
+from nemo_rl_like.rollout.collected import CollectPlan
+from nemo_rl_like.rollout.service import RolloutService
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.policy import PolicySpec

@@ -14,10 +14,11 @@ from pathlib import Path
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.files import atomic_write
 from nemo_rl_like.rollout.choice import Counts, Rule, choose, counts_of, example_line
+from nemo_rl_like.rollout.collected import Collected, CollectPlan
 from nemo_rl_like.rollout.episode import Episode
 from nemo_rl_like.rollout.runner import Generator
 from nemo_rl_like.rollout.seeds import seed_of
-from nemo_rl_like.rollout.service import TRAIN, Collected, CollectPlan, RolloutService
+from nemo_rl_like.rollout.service import TRAIN, RolloutService
 from nemo_rl_like.spec.sample import SampleStageSpec
 
 PURPOSE = "sample"

@@ -6,19 +6,19 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import ray
 from torch import Tensor
 
-from nemo_rl_like.artifacts.errors import InputError, NrlError
+from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.environment.pool import EnvironmentPool
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import Task, Unscorable
 from nemo_rl_like.generation.types import Sampling
+from nemo_rl_like.rollout.collected import Collected, CollectPlan, check_invalid, check_versions
 from nemo_rl_like.rollout.dialogue import dialogue_of
 from nemo_rl_like.rollout.episode import Episode, episode_rows
 from nemo_rl_like.rollout.evaluation import EvaluationReport, report_of
@@ -42,14 +42,6 @@ TRAIN = "train"
 _CHECK_BATCH = 256
 
 
-class TooManyInvalid(NrlError):
-    """More of a step's samples could not be scored than the spec allows."""
-
-
-class WrongWeightVersion(NrlError):
-    """The engine sampled with other weights than the step asked for."""
-
-
 @dataclass(frozen=True, slots=True)
 class PromptCheck:
     """Prompts that were found to fit the context."""
@@ -60,58 +52,6 @@ class PromptCheck:
     """Tokens of the longest prompt."""
     longest_task: str
     """Its task."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectPlan:
-    """One rollout of a step."""
-
-    step: int
-    """Rollout step; seeds depend on it."""
-    task_ids: tuple[str, ...]
-    """Training tasks; one that stands here twice makes two groups."""
-    samples_per_prompt: int
-    """Episodes of each."""
-    version: int
-    """Weight version that must sample them."""
-    sampling: SamplingSpec
-    """Temperature, limits, further stop ids."""
-    first_group: int = 0
-    """Number of the first task's group; a step that is rolled out in parts counts on."""
-    greedy: bool = False
-    """Also answer each task greedily, and keep the reward as a column."""
-    show: int = 0
-    """Episodes whose text is in the summary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """The episodes of one rollout."""
-
-    plan: CollectPlan
-    episodes: list[Episode]
-    greedy: list[Episode] | None
-    """The greedy answer of each group, if asked for."""
-    restarts: int
-    """Environment processes that were replaced meanwhile."""
-    seconds: Mapping[str, float]
-    """Wall time by part."""
-    opponents: list[Episode] | None = None
-    """The opponent's answer to each episode's prompt, if asked for."""
-
-    @property
-    def all(self) -> list[Episode]:
-        """Every episode: the policy's, then greedy ones, then the opponent's."""
-        return [*self.episodes, *(self.greedy or ()), *(self.opponents or ())]
-
-    def with_all(self, episodes: Sequence[Episode]) -> Collected:
-        """The same rollout with others in the place of `all`."""
-        left = iter(episodes)
-        mine, greedy, theirs = (
-            None if old is None else list(islice(left, len(old)))
-            for old in (self.episodes, self.greedy, self.opponents)
-        )
-        return replace(self, episodes=mine or [], greedy=greedy, opponents=theirs)
 
 
 class RolloutService:
@@ -206,7 +146,7 @@ class RolloutService:
         samples, group = plan.samples_per_prompt, plan.first_group
         plans = self._plans(tasks, samples, purpose=purpose, step=plan.step, first_group=group)
         episodes = runner.run(plans, self._engine_sampling(plan.sampling))
-        _check_versions(episodes, plan.version)
+        check_versions(episodes, plan.version)
         return episodes
 
     def _made(self) -> tuple[TokenBatch, RolloutSummary]:
@@ -226,7 +166,7 @@ class RolloutService:
             restarts=last.restarts,
             show=last.plan.show,
         )
-        self._check_invalid(summary, last.episodes)
+        check_invalid(summary, last.episodes, self._spec.max_invalid_fraction)
         return summary
 
     def collect_to_store(
@@ -381,29 +321,8 @@ class RolloutService:
             ignore_stop=sampling.ignore_stop,
         )
 
-    def _check_invalid(self, summary: RolloutSummary, episodes: Sequence[Episode]) -> None:
-        if summary.invalid_fraction <= self._spec.max_invalid_fraction:
-            return
-        causes = ", ".join(f"{count} {reason}" for reason, count in sorted(summary.invalid.items()))
-        example = next(episode for episode in episodes if episode.invalid is not None)
-        raise TooManyInvalid(
-            f"step {summary.step}: {sum(summary.invalid.values())} of {summary.episodes} samples could not be scored ({causes}), more than "
-            f"`environment.max_invalid_fraction` = {self._spec.max_invalid_fraction:g} allows. First: task {example.task_id}: "
-            f"{example.detail or example.invalid}"
-        )
-
 
 def _known(tasks: Mapping[str, Task], task_id: str) -> Task:
     if task_id not in tasks:
         raise InputError(f"task {task_id!r} is not in the environment's train split of {len(tasks)} tasks")
     return tasks[task_id]
-
-
-def _check_versions(episodes: Sequence[Episode], version: int) -> None:
-    for episode in episodes:
-        seen = {v for segment in episode.segments for v in segment.version if v >= 0}
-        if seen - {version}:
-            raise WrongWeightVersion(
-                f"episode {episode.id} was sampled with weight version {sorted(seen)}, but the step asked for {version}; the weight sync "
-                "before this step did not reach the engine"
-            )

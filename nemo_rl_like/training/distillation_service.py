@@ -17,9 +17,9 @@ from nemo_rl_like.data.order import DataPosition, check_resumes
 from nemo_rl_like.data.stored_logits import LogitsOrigin, StoredLogits, extras_of
 from nemo_rl_like.data.trained_rows import TrainedRows
 from nemo_rl_like.generation.types import Completion, Request, Sampling
+from nemo_rl_like.rollout.collected import WrongWeightVersion
 from nemo_rl_like.rollout.runner import Generator
 from nemo_rl_like.rollout.seeds import sample_seed
-from nemo_rl_like.rollout.service import WrongWeightVersion
 from nemo_rl_like.spec.distill import DistillDataSpec, DistillStageSpec, domains_of
 from nemo_rl_like.spec.stage import SamplingSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch

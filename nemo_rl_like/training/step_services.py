@@ -22,7 +22,7 @@ from nemo_rl_like.data.order import DataPosition
 from nemo_rl_like.observe.timing import Timings
 from nemo_rl_like.policy.client import CRITIC, POLICY, Policy
 from nemo_rl_like.policy.gap import GapLimit
-from nemo_rl_like.rollout.service import CollectPlan
+from nemo_rl_like.rollout.collected import CollectPlan
 from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
 from nemo_rl_like.spec.advantages import GaeAdvantage, VapoAdvantage

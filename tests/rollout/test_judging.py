@@ -12,8 +12,9 @@ import ray
 import torch
 
 from nemo_rl_like.data.tokenizer import character_tokenizer
+from nemo_rl_like.rollout.collected import CollectPlan
 from nemo_rl_like.rollout.judging import combined, judged, rows_to_score, scores_of
-from nemo_rl_like.rollout.service import CollectPlan, RolloutService
+from nemo_rl_like.rollout.service import RolloutService
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.reward_model import ProcessScores, RewardModelSpec
 from nemo_rl_like.spec.stage import SamplingSpec

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.tokenizer import character_tokenizer
-from nemo_rl_like.rollout.service import CollectPlan, RolloutService, TooManyInvalid, WrongWeightVersion
+from nemo_rl_like.rollout.collected import CollectPlan, TooManyInvalid, WrongWeightVersion
+from nemo_rl_like.rollout.service import RolloutService
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluationSpec
 from nemo_rl_like.spec.stage import SamplingSpec

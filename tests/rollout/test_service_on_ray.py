@@ -15,7 +15,7 @@ from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import character_tokenizer
-from nemo_rl_like.rollout.service import CollectPlan
+from nemo_rl_like.rollout.collected import CollectPlan
 from nemo_rl_like.spec.cluster import ClusterSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluationSpec

@@ -21,7 +21,7 @@ from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.generation.types import Completion, Request, Sampling
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.policy.top import TopK
-from nemo_rl_like.rollout.service import WrongWeightVersion
+from nemo_rl_like.rollout.collected import WrongWeightVersion
 from nemo_rl_like.spec.distill import DistillStageSpec, domains_of
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training import data_service, distillation_service, teacher_logits_service
