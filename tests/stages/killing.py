@@ -1,43 +1,49 @@
-"""Runs `nrl` as a user would, kills the whole tree at any time, and compares what two runs came to."""
+"""Tiny runs of `nrl` as a user would start them: writes their specs and data, kills the whole tree at any time, and compares what two
+runs came to."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from nemo_rl_like.checkpoint.layout import verify
+
 REWARD = """
 def reward_func(prompts, responses, labels=None):
     return [sum(c == "1" for c in r) / max(1, len(r)) for r in responses]
 """
-SPEC = """
-name: killed
+TINY = """
 seed: 3
-output: {output}
+output: OUTPUT
 model:
-  init: {{hidden_size: 64, intermediate_size: 96, layers: 2, heads: 2, kv_heads: 2, head_dim: 32, max_positions: 32}}
-  tokenizer: {{characters: "0123456789+="}}
-policy: {{threads_per_rank: 1}}
-engine: {{kind: {engine}, kv_cache_gib: 0.05, threads: 1}}
-environment: {{reward: {folder}/reward.py:reward_func, prompts: {folder}/prompts.jsonl}}
+  init: {hidden_size: 64, intermediate_size: 96, layers: 2, heads: 2, kv_heads: 2, head_dim: 32, max_positions: 32}
+  tokenizer: {characters: "0123456789+="}
+policy: {threads_per_rank: 1}
+"""
+KILLED = """
+environment: {reward: FOLDER/reward.py:reward_func, prompts: FOLDER/prompts.jsonl}
+engine: {kind: ENGINE, kv_cache_gib: 0.05, threads: 1}
 stages:
   - kind: rl
-    steps: {steps}
+    steps: STEPS
     prompts_per_step: 4
     samples_per_prompt: 4
     updates_per_batch: 2
-    sampling: {{max_new_tokens: 6}}
-    algorithm: {{kl: {{coef: 0.05}}}}
-    optimizer: {{lr: 1.0e-3}}
-    checkpoint: {{every_steps: 2, keep_last: 2}}
+    sampling: {max_new_tokens: 6}
+    algorithm: {kl: {coef: 0.05}}
+    optimizer: {lr: 1.0e-3}
+    checkpoint: {every_steps: 2, keep_last: 2}
 """
 
 
@@ -53,14 +59,54 @@ class Outcome:
     """Metric lines without timings."""
 
 
-def write_spec(folder: Path, output: Path, *, steps: int = 8, engine: str = "embedded") -> Path:
+def write_tiny(output: Path, text: str, *, head: str = TINY, folder: Path | None = None) -> Path:
+    """A spec in `folder`, by default beside its output: `text` under the `head` of a tiny model, FOLDER in both for that folder."""
+    folder = folder or output.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{output.name}.yaml"
+    path.write_text((head + text).replace("OUTPUT", str(output)).replace("FOLDER", str(folder)))
+    return path
+
+
+def write_rows(path: Path, rows: Sequence[object]) -> None:
+    """A JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_sums(folder: Path) -> None:
+    """Prompts, and a reward function that likes ones."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
-    lines = [json.dumps([{"role": "user", "content": f"{a}+{b}="}]) for a in range(4) for b in range(5)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    path = folder / f"{output.name}.yaml"
-    path.write_text(SPEC.format(output=output, folder=folder, steps=steps, engine=engine))
-    return path
+    asked = [[{"role": "user", "content": f"{a}+{b}="}] for a in range(4) for b in range(5)]
+    write_rows(folder / "prompts.jsonl", asked)
+
+
+def first_digit_pairs() -> list[dict[str, str]]:
+    """Pairs whose chosen answer repeats the prompt's first digit."""
+    draw = random.Random(1)
+    rows = []
+    for a in range(10):
+        for b in range(20):
+            other = (a + draw.randint(1, 9)) % 10
+            rows.append({"prompt": f"{a}+{b}=", "chosen": f"{a}{a}", "rejected": f"{other}{other}"})
+    return rows
+
+
+def metric_lines(stage: Path) -> list[dict[str, float]]:
+    """The metric lines of a stage's folder without timings."""
+    lines = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("timing/")} for line in lines]
+
+
+def tensor_files(checkpoint: Path) -> dict[str, str]:
+    """sha256 by file of all tensors of a checkpoint, which is verified."""
+    return {f.path: f.sha256 for f in verify(checkpoint).files if f.path.endswith(".safetensors")}
+
+
+def write_spec(folder: Path, output: Path, *, steps: int = 8, engine: str = "embedded") -> Path:
+    """The run that is killed: GRPO on `write_sums`, with a reference and two updates a batch."""
+    write_sums(folder)
+    return write_tiny(output, KILLED.replace("ENGINE", engine).replace("STEPS", str(steps)), folder=folder)
 
 
 def start(arguments: list[str], log: Path, fault: str | None = None) -> subprocess.Popen[bytes]:
@@ -129,11 +175,10 @@ def outcome(output: Path, stage: str = "rl") -> Outcome:
     manifest = json.loads((checkpoints[-1] / "manifest.json").read_text())
     files = {f["path"]: f["sha256"] for f in manifest["files"] if f["path"].startswith(("weights/", "optimizer/"))}
     rows = [json.loads(line) for line in (output / stage / "rollouts.jsonl").read_text().splitlines()]
-    lines = [json.loads(line) for line in (output / stage / "metrics.jsonl").read_text().splitlines()]
     return Outcome(
         files,
         [(r["step"], r["task"], r["episode"], str(r["segments"]), r["reward"]) for r in rows],
-        [{k: v for k, v in line.items() if not k.startswith("timing/")} for line in lines],
+        metric_lines(output / stage),
     )
 
 

@@ -8,52 +8,47 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_like.checkpoint.layout import verify
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.stages.api import export_checkpoint
-from tests.stages.killing import finish, outcome, write_spec
+from tests.stages.killing import finish, outcome, tensor_files, write_rows, write_spec, write_tiny
 
 STEPS, DECAY = 4, 0.75
 SPEC = """
 name: averaged
-seed: 3
-output: {output}
-model:
-  init: {{hidden_size: 64, intermediate_size: 96, layers: 2, heads: 2, kv_heads: 2, head_dim: 32, max_positions: 32}}
-  tokenizer: {{characters: "0123456789+="}}
-policy: {{threads_per_rank: 1}}
 stages:
   - kind: sft
-    data: {{path: {folder}/sums.jsonl}}
-    steps: {steps}
+    data: {path: FOLDER/sums.jsonl}
+    steps: STEPS
     examples_per_step: 8
-    ema: {{decay: {decay}}}
-    ptx: {{paths: [{folder}/text.txt], coef: 0.5, rows_per_step: 2, sequence_tokens: 16}}
+    ema: {decay: DECAY}
+    ptx: {paths: [FOLDER/text.txt], coef: 0.5, rows_per_step: 2, sequence_tokens: 16}
     z_loss: 1.0e-3
-    optimizer: {{lr: 1.0e-2}}
-    checkpoint: {{every_steps: 1, keep_last: 9}}
+    optimizer: {lr: 1.0e-2}
+    checkpoint: {every_steps: 1, keep_last: 9}
 """
 
 
-def written(folder: Path, output: Path) -> Path:
+def written(output: Path) -> Path:
     """Sums with weights, text of digits, and a spec that trains on both."""
     rows = []
     for a in range(6):
         for b in range(5):
             answer = {"role": "assistant", "content": str(a + b), "weight": 0.5 + a % 2}
             rows.append({"messages": [{"role": "user", "content": f"{a}+{b}="}, answer]})
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(output.parent / "sums.jsonl", rows)
+    write_text(output.parent)
+    return write_tiny(output, SPEC.replace("STEPS", str(STEPS)).replace("DECAY", str(DECAY)))
+
+
+def write_text(folder: Path) -> None:
     (folder / "text.txt").write_text("\n\n".join("123456789"[i % 5 :] * 2 for i in range(20)))
-    path = folder / f"{output.name}.yaml"
-    path.write_text(SPEC.format(output=output, folder=folder, steps=STEPS, decay=DECAY))
-    return path
 
 
 @pytest.mark.service
 @pytest.mark.timeout(900)
 def test_text_beside_rewards_survives_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    (tmp_path / "text.txt").write_text("\n\n".join("123456789"[i % 5 :] * 2 for i in range(20)))
+    write_text(tmp_path)
     ptx = f"stages.rl.ptx={{paths: [{tmp_path}/text.txt], rows_per_step: 2, sequence_tokens: 16}}"
     specs = {name: str(write_spec(tmp_path, tmp_path / name, steps=4)) for name in ("whole", "cut")}
     assert finish(["run", specs["whole"], ptx], log, 600) == 0, log.read_text()
@@ -69,17 +64,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
         return {name: reader.get(name).double() for name in reader.keys()}
 
 
-def files(output: Path, folder: str) -> dict[str, str]:
-    """sha256 of every file of tensors."""
-    manifest = verify(output / "sft" / folder / f"step_{STEPS}")
-    return {f.path: f.sha256 for f in manifest.files if f.path.endswith(".safetensors")}
-
-
 @pytest.mark.service
 @pytest.mark.timeout(900)
 def test_the_average_is_that_of_the_weights_is_handed_on_and_survives_a_kill(tmp_path: Path) -> None:
     whole, cut, log = tmp_path / "whole", tmp_path / "cut", tmp_path / "log"
-    assert finish(["run", str(written(tmp_path, whole))], log, 600) == 0, log.read_text()
+    assert finish(["run", str(written(whole))], log, 600) == 0, log.read_text()
     steps = [whole / "sft" / "checkpoints" / f"step_{i}" for i in range(1, STEPS + 1)]
     average = tensors(steps[0] / "average-weights")
     for step in steps[1:]:
@@ -94,8 +83,8 @@ def test_the_average_is_that_of_the_weights_is_handed_on_and_survives_a_kill(tmp
         assert float((value - average[name]).abs().max()) < 1e-6, name
     metrics = [json.loads(line) for line in (whole / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["ptx/loss"] > 0 and line["z_loss"] > 0 for line in metrics)
-    spec = written(tmp_path, cut)
+    spec = written(cut)
     assert finish(["run", str(spec)], log, 600, fault="optimizer.mid:3") != 0
     assert finish(["run", str(spec), "--resume"], log, 600) == 0, log.read_text()
-    assert files(cut, "checkpoints") == files(whole, "checkpoints")
-    assert files(cut, "averaged") == files(whole, "averaged")
+    for end in (f"sft/checkpoints/step_{STEPS}", f"sft/averaged/step_{STEPS}"):
+        assert tensor_files(cut / end) == tensor_files(whole / end)

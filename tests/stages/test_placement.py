@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from nemo_rl_like.checkpoint.layout import verify
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.spec.rl import RlStageSpec
-from tests.stages.killing import finish
+from tests.stages.killing import finish, metric_lines, tensor_files
 from tests.stages.test_bad_input import no_ray, refusal  # noqa: F401  (the fixture counts for all tests here)
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -32,11 +30,8 @@ TINY = (
 
 
 def results(output: Path) -> tuple[dict[str, str], list[dict[str, float]]]:
-    """sha256 by file of the last checkpoint, and the metric lines without timings."""
-    manifest = verify(output / "grpo" / "checkpoints" / "step_3")
-    lines = [json.loads(line) for line in (output / "grpo" / "metrics.jsonl").read_text().splitlines()]
-    told = [{k: v for k, v in line.items() if not k.startswith("timing/")} for line in lines]
-    return {f.path: f.sha256 for f in manifest.files if f.path.endswith(".safetensors")}, told
+    """Tensors of the last checkpoint, and metrics."""
+    return tensor_files(output / "grpo" / "checkpoints" / "step_3"), metric_lines(output / "grpo")
 
 
 @pytest.mark.slow

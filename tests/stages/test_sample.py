@@ -8,42 +8,32 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_like.artifacts.hashing import hash_path
-from tests.stages.killing import REWARD, finish
+from tests.stages.killing import finish, write_sums, write_tiny
 from tests.stages.test_bad_input import no_ray, refusal  # noqa: F401  (the fixture counts for all tests here)
 
 SPEC = """
 name: sampled
-seed: 3
-output: {output}
-model:
-  init: {{hidden_size: 64, intermediate_size: 96, layers: 2, heads: 2, kv_heads: 2, head_dim: 32, max_positions: 32}}
-  tokenizer: {{characters: "0123456789+="}}
-policy: {{threads_per_rank: 1}}
-environment: {{reward: {folder}/reward.py:reward_func, prompts: {folder}/prompts.jsonl}}
+environment: {reward: FOLDER/reward.py:reward_func, prompts: FOLDER/prompts.jsonl}
 stages:
-  - {{kind: sample, tasks: 12, samples_per_prompt: 6, keep: 2, sampling: {{max_new_tokens: 6}}, keep_truncated: true, prompts_per_batch: 4}}
-  - {{kind: sft, data: {{validation_fraction: 0.2}}, steps: 3, examples_per_step: 8, validate_every_steps: 3}}
+  - {kind: sample, tasks: 12, samples_per_prompt: 6, keep: 2, sampling: {max_new_tokens: 6}, keep_truncated: true, prompts_per_batch: 4}
+  - {kind: sft, data: {validation_fraction: 0.2}, steps: 3, examples_per_step: 8, validate_every_steps: 3}
 """
 
 
-def written(folder: Path, output: Path) -> Path:
+def written(output: Path) -> Path:
     """A spec that samples answers and trains on those with many ones."""
-    (folder / "reward.py").write_text(REWARD)
-    lines = [json.dumps([{"role": "user", "content": f"{a}+{b}="}]) for a in range(4) for b in range(5)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    path = folder / f"{output.name}.yaml"
-    path.write_text(SPEC.format(output=output, folder=folder))
-    return path
+    write_sums(output.parent)
+    return write_tiny(output, SPEC)
 
 
 @pytest.mark.service
 @pytest.mark.timeout(900)
 def test_killed_and_resumed_gives_the_same_dataset_and_sft_trains_on_it(tmp_path: Path) -> None:
     whole, cut, log = tmp_path / "whole", tmp_path / "cut", tmp_path / "log"
-    assert finish(["run", str(written(tmp_path, cut))], log, 600, fault="episode.mid:2") != 0
+    assert finish(["run", str(written(cut))], log, 600, fault="episode.mid:2") != 0
     assert len(list((cut / "sample" / "parts").glob("*.json"))) == 1
     assert finish(["run", str(tmp_path / "cut.yaml"), "--resume"], log, 600) == 0, log.read_text()
-    assert finish(["run", str(written(tmp_path, whole)), "stages.sft.steps=1"], log, 600) == 0, log.read_text()
+    assert finish(["run", str(written(whole)), "stages.sft.steps=1"], log, 600) == 0, log.read_text()
     datasets = [run / "sample" / "dataset.jsonl" for run in (whole, cut)]
     assert hash_path(datasets[0]) == hash_path(datasets[1])
     report = json.loads((cut / "sample" / "report.json").read_text())
