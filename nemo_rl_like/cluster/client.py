@@ -57,7 +57,7 @@ class Pending(Sequence[ray.ObjectRef]):
     done: tuple[ray.ObjectRef, ...]
     """Reference to an empty result that is there when the value is."""
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def, override]  # int -> reference, slice -> tuple
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # int -> reference, slice -> tuple
         return self.values[index]
 
     def __len__(self) -> int:
@@ -98,9 +98,9 @@ class GroupClient:
         self, rank: int, service: str, method: str, args: tuple[object, ...]
     ) -> tuple[ray.ObjectRef, ray.ObjectRef]:
         call = Call(self._caller, self._sequence[rank], service, method, args)
-        done, value = self.workers[rank].actor.call.options(num_returns=2).remote(call)
+        refs: tuple[ray.ObjectRef, ray.ObjectRef] = self.workers[rank].actor.call.options(num_returns=2).remote(call)
         self._sequence[rank] += 1
-        return done, value
+        return refs
 
     def call(
         self,
@@ -179,7 +179,7 @@ class GroupClient:
 
     def _deadline_exceeded(self, what: str, seconds: float, running: dict[ray.ObjectRef, int]) -> DeadlineExceeded:
         ranks = sorted(running.values())
-        dumps = [self.workers[rank].actor.dump_stacks.remote() for rank in ranks]
+        dumps: list[ray.ObjectRef] = [self.workers[rank].actor.dump_stacks.remote() for rank in ranks]
         ray.wait(dumps, num_returns=len(dumps), timeout=_STACK_DUMP_S)
         return DeadlineExceeded(
             what, seconds, [self.describe(rank) for rank in ranks], tail(self.workers[ranks[0]].log())
@@ -197,8 +197,8 @@ class GroupClient:
 
     def _break(self, failure: NrlError) -> NrlError:
         self.kill()
-        known = isinstance(failure, ClusterError)
-        self.failure = failure if known else ClusterError(f"worker group {self.name!r} was stopped after: {failure}")
+        stopped = f"worker group {self.name!r} was stopped after: {failure}"
+        self.failure = failure if isinstance(failure, ClusterError) else ClusterError(stopped)
         return failure
 
 

@@ -55,6 +55,6 @@ def world_size(axes: Mapping[str, int]) -> int:
 def axis_ranks(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Coordinates of `rank` in row-major order: the last axis varies fastest."""
     coordinates: dict[str, int] = {}
-    for name in reversed(axes):
+    for name in reversed(list(axes)):
         rank, coordinates[name] = divmod(rank, axes[name])
     return {name: coordinates[name] for name in axes}

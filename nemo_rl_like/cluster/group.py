@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -135,7 +135,7 @@ class WorkerGroup:
         _remove(actors, self._placement)
 
     def _close(self, actors: Sequence[ActorHandle]) -> None:
-        closing = [actor.close.remote() for actor in actors]
+        closing: list[ray.ObjectRef] = [actor.close.remote() for actor in actors]
         ready, late = ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for rank, ref in enumerate(closing):
             if ref in late:
@@ -192,7 +192,7 @@ def _start_actor(
     log_path: str, placement: PlacementGroup, bundle: int, devices: float, threads: int, session: RaySession
 ) -> ActorHandle:
     resources = _bundle(devices, session)
-    return (
+    started = (
         ray.remote(WorkerHost)
         .options(
             num_cpus=resources.get("CPU", 0),
@@ -205,6 +205,7 @@ def _start_actor(
         )
         .remote(log_path)
     )
+    return cast(ActorHandle, started)
 
 
 def _introduce(

@@ -12,6 +12,7 @@ import signal
 import socket
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 _EXIT_MARK = "nrl: this process called os._exit"
 _EXIT = re.compile(re.escape(_EXIT_MARK) + r"\((-?\d+)\)")
@@ -33,7 +34,7 @@ def install() -> None:
     faulthandler.enable(file=2, all_threads=True)
     owner, leave = os.getpid(), os._exit
 
-    def exit_with_words(status: int) -> None:
+    def exit_with_words(status: int) -> NoReturn:
         if os.getpid() == owner:  # a forked child ends this way as a rule
             stack = "".join(traceback.format_stack()[:-1])
             os.write(2, f"{_EXIT_MARK}({status})\n{stack}".encode())

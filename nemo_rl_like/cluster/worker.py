@@ -19,13 +19,13 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 import ray
 
@@ -169,14 +169,12 @@ class WorkerHost:
         return None, await work
 
     def _begin(self, call: Call) -> asyncio.Future[object]:
-        if call.service == "":
-            return self._thread.run(partial(self._host, *call.args))
-        method = getattr(self._service(call.service), call.method)
+        method = self._host if call.service == "" else getattr(self._service(call.service), call.method)
         if inspect.iscoroutinefunction(method):
             return asyncio.ensure_future(self._call_async(method, call.args))
         return self._thread.run(partial(_call_sync, method, call.args))
 
-    async def _call_async(self, method: Callable[..., object], args: Sequence[object]) -> object:
+    async def _call_async(self, method: Callable[..., Awaitable[object]], args: tuple[object, ...]) -> object:
         loop = asyncio.get_running_loop()
         fetched = await loop.run_in_executor(None, resolve, tuple(args)) if _has_reference(args) else args
         return await method(*fetched)
@@ -229,7 +227,7 @@ def import_class(path: str) -> Callable[..., object]:
     return found
 
 
-def resolve(value: object) -> object:
+def resolve(value: Any) -> Any:
     """`value` with every object reference in it, also inside lists, tuples and dicts, replaced by the object."""
     if isinstance(value, ray.ObjectRef):
         return ray.get(value)
@@ -240,7 +238,7 @@ def resolve(value: object) -> object:
     return value
 
 
-def _has_reference(value: object) -> bool:
+def _has_reference(value: Any) -> bool:
     if type(value) in (list, tuple):
         return any(_has_reference(item) for item in value)
     if type(value) is dict:

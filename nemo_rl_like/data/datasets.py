@@ -62,7 +62,7 @@ def load_messages(path: str | Path) -> MessageDataset:
         InputError: the file cannot be read, a line is malformed (names file, line and field), or there is no example.
     """
     examples = tuple(_example(line) for line in read_lines(path, 'like {"messages": [{"role": "user", ...}]}'))
-    rows = [[[_said(m) for m in e.messages], dict(e.fields)] for e in examples]
+    rows: list[JSON] = [[[_said(m) for m in e.messages], dict(e.fields)] for e in examples]
     return MessageDataset(source=str(path), examples=examples, sha256=content_sha256(rows))
 
 

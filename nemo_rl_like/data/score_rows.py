@@ -90,31 +90,30 @@ class _ScoreRows:
     long: int = 0
     _prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def text(self, messages: Sequence[Message], first: int) -> TrainedText | None:
-        """The conversation up to the last token that the assistant writes, as a rollout would have ended it; None without one."""
+    def text(self, messages: Sequence[Message], first: int) -> TrainedText:
+        """The conversation up to the last token that the assistant writes, as a rollout would have ended it; empty without one."""
         texts = texts_of(messages, self.renderer, first)
         if not texts:
-            return None
+            return TrainedText((), (), ())
         whole = texts[-1]
         end = len(whole.mask) - whole.mask[::-1].index(True)
         return TrainedText(whole.ids[:end], whole.mask[:end], whole.weights[:end])
 
-    def takes(self, texts: Sequence[TrainedText | None], where: str) -> bool:
+    def takes(self, texts: Sequence[TrainedText], where: str) -> bool:
         """Whether an example of these texts can be scored; counts it if not."""
-        found = [text for text in texts if text is not None]
-        if len(found) < len(texts):
+        if not all(text.ids for text in texts):
             self.untrained += 1
             return False
         # One token more than the text: the place behind its end.
         limit = self.max_tokens - 1
-        if not all(fits(text, limit, self.too_long, f"{where}: the conversation") for text in found):
+        if not all(fits(text, limit, self.too_long, f"{where}: the conversation") for text in texts):
             self.long += 1
             return False
         return True
 
     def add(
         self,
-        text: TrainedText | None,
+        text: TrainedText,
         *,
         group_id: int,
         episode_id: int,
@@ -123,7 +122,6 @@ class _ScoreRows:
         columns: Mapping[str, float] | None = None,
     ) -> None:
         """The row of one text, scored at its end unless `places` are given."""
-        assert text is not None  # `takes` said so
         prompt = text.ids[: text.mask.index(True)]
         row = scored_row(
             text.ids,

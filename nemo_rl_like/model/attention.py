@@ -75,8 +75,8 @@ class _Rotate(torch.autograd.Function):
         return rotated(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
+    def backward(ctx: torch.autograd.function.BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors  # type: ignore[misc]  # torch types it as one tensor
         return rotated(grad, cos, -sin), None, None
 
 

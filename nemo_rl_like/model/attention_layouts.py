@@ -148,7 +148,7 @@ class PrefixBlock:
         """[tokens, heads, d] of each of `parts` -> outputs [tokens, heads * d] of each."""
         outputs = [_causal(self.prompts, queries[0], keys[0], values[0])]
         if self.responses is not None:
-            k, v = (self._prompt_and_own(*x, self.responses) for x in (keys, values))
+            k, v = (self._prompt_and_own(x[0], x[1], self.responses) for x in (keys, values))
             rows = scaled_dot_product(self.responses.to_rows(queries[1]), k, v, causal=False, mask=self.mask)
             outputs.append(self.responses.to_tokens(rows))
         return outputs
@@ -229,7 +229,7 @@ class _Pad(torch.autograd.Function):
         return x.index_select(0, pad)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: torch.autograd.function.BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None]:
         (unpad,) = ctx.saved_tensors
         return grad.index_select(0, unpad), None, None
 
@@ -244,7 +244,7 @@ class _Unpad(torch.autograd.Function):
         return x.index_select(0, unpad)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: torch.autograd.function.BackwardCFunction, grad: Tensor) -> tuple[Tensor, None]:
         (unpad,) = ctx.saved_tensors
         out = grad.new_zeros(ctx.places, *grad.shape[1:])  # type: ignore[attr-defined]
         return out.index_copy_(0, unpad, grad), None

@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -258,7 +259,7 @@ def install() -> None:
         raise RuntimeError(
             "megatron.core was imported before nemo_rl_like.model.runtime.install(); import nemo_rl_like.model.mcore first"
         )
-    torch.Tensor.cuda = _identity  # type: ignore[method-assign]
+    torch.Tensor.cuda = _identity  # type: ignore[method-assign, assignment]
     sys.meta_path.insert(0, _Finder(_CpuTorch()))
 
 
@@ -267,7 +268,7 @@ def cuda_type_names() -> Iterator[None]:
     """Inside the block `Tensor.type()` answers as on CUDA, which Megatron's optimizer compares with literal type names."""
     real = torch.Tensor.type
 
-    def cuda_name(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         answer = real(self, *args, **kwargs)
         if isinstance(answer, str) and not answer.startswith("torch.cuda."):
             return answer.replace("torch.", "torch.cuda.", 1)

@@ -101,7 +101,7 @@ def convert_gguf(gguf: Path, target: Path, *, rms_norm_eps: float, special_token
     values = read.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "architectures"):
         values.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig(**{**values, "rms_norm_eps": rms_norm_eps})).to(torch.float32)
+    model = LlamaForCausalLM(LlamaConfig(**{**values, "rms_norm_eps": rms_norm_eps})).float()
     wrong = model.load_state_dict(read.state_dict(), strict=False)
     if wrong.missing_keys or wrong.unexpected_keys:
         raise InputError(f"{gguf} is no plain Llama: missing {wrong.missing_keys}, unexpected {wrong.unexpected_keys}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.spec.model import ModelInitSpec
@@ -123,11 +123,12 @@ class ModelConfig:
         eos: int | list[int] | None = list(self.eos_token_ids) or None
         if len(self.eos_token_ids) == 1:
             eos = self.eos_token_ids[0]
-        family_only: dict[str, object] = {
+        by_family: dict[Family, dict[str, object]] = {
             "llama": {"attention_bias": False, "mlp_bias": False},
             "qwen2": {"use_sliding_window": False, "sliding_window": None},
             "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
-        }[self.family]
+        }
+        family_only = by_family[self.family]
         return {
             **self.head_to_hf_dict(),
             "model_type": self.family,
@@ -310,7 +311,7 @@ class _Reader:
         family = self._raw.get("model_type")
         if family not in ARCHITECTURES:
             raise self._error("model_type", f"is {family!r}; supported are {', '.join(ARCHITECTURES)} (dense decoders)")
-        known = cast(Family, family)
+        known: Family = family
         named = self._raw.get("architectures")
         supported = (ARCHITECTURES[known], SCORE_ARCHITECTURES[known])
         if isinstance(named, list) and named and not set(supported) & set(named):

@@ -22,7 +22,9 @@ from nemo_rl_like.model.mcore import (
     get_forward_backward_func,
 )
 
-ForwardStep: TypeAlias = Callable[..., tuple[Tensor, Callable[[Tensor], object]]]
+Reduce: TypeAlias = Callable[[Tensor], object]
+"""What the schedule calls with a model's output."""
+ForwardStep: TypeAlias = Callable[..., tuple[Tensor, Reduce]]
 
 
 class PolicyDdp(DistributedDataParallel):

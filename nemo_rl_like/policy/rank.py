@@ -26,7 +26,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.scratch import FreshScoreReader
-from nemo_rl_like.policy.ddp import DistributedDataParallel, run_schedule, wrap_ddp
+from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.share import from_last_stages
@@ -135,7 +135,7 @@ class PolicyRank:
         self.model: MegatronModel = build_model(
             self.config, layout, DTYPES[dtype], seed=initialize, weights=weights, fp8=policy.fp8
         )
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: PolicyDdp | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._store = PolicyStore(self.model, self.config, Path(folder))
         self._sender = SharedMemorySender()
@@ -261,7 +261,7 @@ class PolicyRank:
         if candidates is not None:
             candidates = candidates.to(device)
 
-        def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, partial[object]]:
+        def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, Reduce]:
             micro_batch = next(iterator).to(device, self.model.dtype)
             return model(micro_batch), partial(score, micro_batch)
 
@@ -331,7 +331,7 @@ class PolicyRank:
             raise NonFinite("the loss is not a number; the step was not made")
         return metrics
 
-    def _training(self) -> tuple[DistributedDataParallel, PolicyOptimizer]:
+    def _training(self) -> tuple[PolicyDdp, PolicyOptimizer]:
         if self._ddp is None or self._optimizer is None:
             raise RuntimeError("start_training must come before train_step")
         return self._ddp, self._optimizer

@@ -15,7 +15,7 @@ from nemo_rl_like.model.heads import output_head
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.top_logprobs import top_logprobs
-from nemo_rl_like.policy.ddp import run_schedule
+from nemo_rl_like.policy.ddp import Reduce, run_schedule
 from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
@@ -57,7 +57,7 @@ def top_of_batch(model: MegatronModel, batch: TokenBatch, asked: TopK, policy: P
     ids = torch.zeros(batch.tokens.numel(), asked.k, dtype=torch.int32, device=device)
     logprobs = torch.zeros(batch.tokens.numel(), asked.k, dtype=torch.float32, device=device)
 
-    def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, partial[object]]:
+    def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, Reduce]:
         micro_batch = next(iterator).to(device, model.dtype)
         return model(micro_batch), partial(keep, micro_batch)
 

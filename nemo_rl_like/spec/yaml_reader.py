@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        event: yaml.Event = self.peek_event()
         if isinstance(event, ScalarEvent | CollectionStartEvent) and event.tag is not None:
             raise _refused(f"tag `{event.tag}` is not allowed; remove it", event)
         self.depth += 1

@@ -30,9 +30,16 @@ from nemo_rl_like.training.trainer import CHECKPOINTS
 
 def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[str]:
     """What would stop a stage that runs a policy: the messages of the checks that raise an error meant for users."""
-    common = (check_model, check_devices, check_engine, check_environment, check_secrets)
+    common: tuple[Callable[[ExperimentSpec], object], ...] = (
+        check_model,
+        check_devices,
+        check_engine,
+        check_environment,
+        check_secrets,
+    )
     found: list[str] = []
-    for check in (*(partial(check, spec) for check in common), *further):
+    checks: list[Callable[[], object]] = [*(partial(check, spec) for check in common), *further]
+    for check in checks:
         try:
             check()
         except NrlError as error:

@@ -120,7 +120,7 @@ def write_shard(
         out.write(_header(tensors))
         written = 0
         for tensor in tensors.values():
-            raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            raw = tensor.reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(raw), _CHUNK):
                 piece = raw[start : start + _CHUNK]
                 out.write(piece)

@@ -45,7 +45,7 @@ class Manifest:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The row-major bytes of `tensor`: its own memory if it is a contiguous CPU tensor, otherwise a copy's."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def checksum(data: memoryview) -> str:
