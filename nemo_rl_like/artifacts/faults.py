@@ -1,7 +1,8 @@
 """Named points at which a test makes a process die, raise or run out of disk.
 
 `NRL_FAULT="name:k[:action]"` arms one point: at its k-th arrival (counted in this process, from 1) the action happens.
-Actions: `kill` (SIGKILL to this process, the default), `raise` (RuntimeError), `enospc` (OSError ENOSPC).
+Actions: `kill` (SIGKILL to this process, the default), `stop` (SIGSTOP: it stays where it is), `raise` (RuntimeError), `enospc` (OSError
+ENOSPC).
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def point(name: str) -> None:
         return
     if action in ("", "kill"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     if action == "enospc":
         raise OSError(errno.ENOSPC, f"No space left on device (fault point {name})")
     raise RuntimeError(f"fault point {name}")

@@ -118,15 +118,12 @@ def test_a_run_whose_whole_tree_is_killed_in_mid_sync_ends_as_one_that_nobody_ki
     log, unharmed, killed = folder / "log", folder / "unharmed", folder / "killed"
     assert finish(arguments_of(folder, unharmed), log) == 0, log.read_text()
     files = set(os.listdir("/dev/shm"))
-    workers: set[psutil.Process] = set()
 
     def in_mid_sync(seen: set[psutil.Process]) -> bool:
-        """vLLM's worker has killed itself half-way through the bytes of its fourth sync, and nobody else knows."""
-        running = named(seen, "VLLM::Worker")
-        workers.update(running)
-        return bool(workers) and not running
+        """vLLM's worker stands still half-way through the bytes of its fourth sync, and everybody waits for it."""
+        return any(worker.status() == psutil.STATUS_STOPPED for worker in named(seen, "VLLM::Worker"))
 
-    process, seen = run_until(arguments_of(folder, killed), log, in_mid_sync, fault="sync.mid:4")
+    process, seen = run_until(arguments_of(folder, killed), log, in_mid_sync, fault="sync.mid:4:stop")
     run_id = run_id_of(killed)
     assert process.poll() is None and named(seen, "VLLM::EngineCore")
     kill_tree(process)  # the run's watchdog stands outside of it
