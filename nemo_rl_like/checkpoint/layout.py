@@ -18,6 +18,8 @@ from nemo_rl_like.artifacts.files import sha256_file
 FORMAT = 1
 SECTIONS = ("weights", "optimizer")
 """Folders of a checkpoint with shards; a second model adds its own with a prefix."""
+ADAPTER = "adapter"
+"""A further one: the adapters of a policy that trains nothing else, whose `weights` are those of the merged model."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"

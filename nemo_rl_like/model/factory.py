@@ -30,11 +30,12 @@ def build_model(
     seed: int | None = None,
     weights: TensorReader | None = None,
     fp8: Fp8Spec | None = None,
+    adapters: bool = False,
 ) -> MegatronModel:
     """This rank's stage and shard, with weights read from `weights` or made from `seed` (the same at every layout).
 
     Needs `runtime.init_distributed`. No weight is initialised and then thrown away.
-    `fp8` computes the linear layers in FP8.
+    `fp8` computes the linear layers in FP8; `adapters`: the model will get some, which read what a norm gives, so no layer fuses the two.
     Raises InputError if the layout does not fit the model, the weights do not cover it, or this machine lacks what `fp8` needs.
     """
     if (seed is None) == (weights is None):
@@ -48,7 +49,7 @@ def build_model(
         model = MegatronModel(
             config,
             megatron,
-            _spec(config, megatron),
+            _spec(config, megatron, adapters),
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         ).to(runtime.device())
@@ -80,14 +81,14 @@ def _require_fp8(config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp
             )
 
 
-def _spec(config: ModelConfig, megatron: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _spec(config: ModelConfig, megatron: TransformerConfig, adapters: bool) -> ModuleSpec | TransformerBlockSubmodules:
     if runtime.on_cuda():
-        return _transformer_engine_spec(config)
+        return _transformer_engine_spec(config, adapters)
     count = get_num_layers_to_build(megatron)
     return TransformerBlockSubmodules(layer_specs=[local_layer_spec(config.qk_norm)] * count, layer_norm=RmsNorm)
 
 
-def _transformer_engine_spec(config: ModelConfig) -> ModuleSpec:
+def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
     able = runtime.capabilities().transformer_engine
     if not able.available:
         raise InputError(
@@ -95,4 +96,4 @@ def _transformer_engine_spec(config: ModelConfig) -> ModuleSpec:
         )
     from nemo_rl_like.model.te_attention import transformer_engine_spec
 
-    return transformer_engine_spec(config.qk_norm)
+    return transformer_engine_spec(config.qk_norm, fuse_norms=not adapters)

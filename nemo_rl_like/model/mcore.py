@@ -22,6 +22,7 @@ with runtime.quiet():
     from megatron.core.tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
+        copy_to_tensor_model_parallel_region,
         reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -53,6 +54,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "clip_grad_by_total_norm_fp32",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",

@@ -35,7 +35,7 @@ class ScratchReader:
             return torch.ones(shape, dtype=self._dtype)
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=self._dtype)
-        return torch.empty(shape).normal_(0.0, self._std, generator=_generator(self._seed, name)).to(self._dtype)
+        return torch.empty(shape).normal_(0.0, self._std, generator=generator_of(self._seed, name)).to(self._dtype)
 
     def source(self, name: str) -> str:
         """There is no file."""
@@ -67,14 +67,14 @@ class FreshScoreReader:
         head = torch.zeros(self._shapes[SCORE])
         if self._seed is None:
             return head
-        return head.normal_(0.0, (head.numel() + 1) ** -0.5, generator=_generator(self._seed, name))
+        return head.normal_(0.0, (head.numel() + 1) ** -0.5, generator=generator_of(self._seed, name))
 
     def source(self, name: str) -> str:
         """Where the tensor is, for messages."""
         return "a new score head" if name == SCORE else self._reader.source(name)
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def generator_of(seed: int, name: str) -> torch.Generator:
     """A generator of this tensor's own."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

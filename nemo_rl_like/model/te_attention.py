@@ -13,7 +13,11 @@ from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout
 from nemo_rl_like.model.mcore import ModuleSpec
 
 with runtime.quiet():
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TENorm,
+    )
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
@@ -59,8 +63,13 @@ class TeLayoutAttention(TEDotProductAttention):
         return out.reshape(out.size(0), 1, -1)
 
 
-def transformer_engine_spec(qk_norm: bool) -> ModuleSpec:
-    """One layer on Transformer Engine. `qk_norm`: queries and keys pass a norm of their own."""
+def transformer_engine_spec(qk_norm: bool, *, fuse_norms: bool = True) -> ModuleSpec:
+    """One layer on Transformer Engine. `qk_norm`: queries and keys pass a norm of their own; `fuse_norms`: in one kernel with the linear
+    layer behind, which then shows nobody its input."""
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    spec.submodules.self_attention.submodules.core_attention = TeLayoutAttention
+    layer = spec.submodules
+    layer.self_attention.submodules.core_attention = TeLayoutAttention
+    if not fuse_norms:
+        layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
+        layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
     return spec

@@ -21,10 +21,12 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
 
-Packing = Literal["vocab", "qkv", "gate_up", "columns", "whole"]
+Packing = Literal["vocab", "qkv", "gate_up", "rows", "columns", "whole"]
 _EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 _MCORE_EMBEDDING, _MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
+ADAPTER = ".lora."
+"""In the name of every parameter that belongs to an adapter."""
 _SHARD_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 """Attributes that Megatron reads: whether a parameter is a piece, along which dimension, in how many strides."""
 
@@ -56,9 +58,13 @@ class Coverage:
 class WeightMap:
     """The map for one model shape."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, entries: tuple[Entry, ...] | None = None) -> None:
         self._config = config
-        self.entries: tuple[Entry, ...] = tuple(_entries(config))
+        self.entries = tuple(_entries(config)) if entries is None else entries
+
+    def owns(self, name: str) -> bool:
+        """Whether a Megatron parameter belongs to this map."""
+        return ADAPTER not in name
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every Hugging Face tensor of the model, in file order."""
@@ -146,7 +152,7 @@ class WeightMap:
             for name in (n for n in names if n is not None):
                 filled.add(name)
                 yield name, _shard(entry, self._merge(entry, reader), tp, rank)
-        left = sorted({name for name, _ in model.named_parameters()} - filled)
+        left = sorted({name for name, _ in model.named_parameters() if self.owns(name)} - filled)
         if left:
             raise ValueError(f"the weight map has no entry for Megatron's parameters {left}")
 

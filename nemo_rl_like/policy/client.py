@@ -10,7 +10,8 @@ from typing import cast
 import ray
 
 from nemo_rl_like.algorithms.objectives import Auxiliary, Objective
-from nemo_rl_like.checkpoint.layout import SECTIONS
+from nemo_rl_like.checkpoint.layout import ADAPTER, SECTIONS
+from nemo_rl_like.cluster.context import Hosted
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.policy.gap import GapLimit
@@ -21,6 +22,7 @@ from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 RANK = "nemo_rl_like.policy.rank:PolicyRank"
+BASE = "nemo_rl_like.policy.base:BaseRank"
 POLICY, CRITIC = "policy", "critic"
 CRITIC_PREFIX, REFERENCE_PREFIX, AVERAGE_PREFIX = "critic-", "reference-", "average-"
 """Before the names of these models' folders in a checkpoint."""
@@ -32,6 +34,8 @@ class Policy:
 
     group: WorkerGroup
     service: str = POLICY
+    adapted: bool = False
+    """Whether adapters alone are trained."""
 
     @classmethod
     def start(
@@ -45,13 +49,24 @@ class Policy:
         name: str = POLICY,
         score_head: bool = False,
         score_head_seed: int | None = None,
+        adapter_seed: int | None = None,
     ) -> Policy:
         """Start the ranks of a group `name` and build the model of the Hugging Face `folder` on them.
 
         `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head`: a critic or reward model, see `host`.
+        `adapter_seed`: of the new adapters of `spec.lora`, which alone are trained; None: the whole model, whatever the spec says.
         """
-        policy = cls(cls.start_ranks(session, spec, name), name)
-        policy.host(folder, spec, dtype, initialize, score_head=score_head, score_head_seed=score_head_seed)
+        adapted = adapter_seed is not None and spec.lora is not None
+        policy = cls(cls.start_ranks(session, spec, name), name, adapted)
+        policy.host(
+            folder,
+            spec,
+            dtype,
+            initialize,
+            score_head=score_head,
+            score_head_seed=score_head_seed,
+            adapter_seed=adapter_seed,
+        )
         return policy
 
     @staticmethod
@@ -70,6 +85,7 @@ class Policy:
         *,
         score_head: bool = False,
         score_head_seed: int | None = None,
+        adapter_seed: int | None = None,
     ) -> None:
         """Build the model on the group's ranks under this handle's service name.
 
@@ -82,9 +98,15 @@ class Policy:
             "initialize": initialize,
             "score_head": score_head,
             "score_head_seed": score_head_seed,
+            "adapter_seed": adapter_seed,
             "timeout_s": self.group.session.spec.step_timeout_s,
         }
         self.group.host(self.service, RANK, kwargs)
+
+    def base(self, service: str) -> Policy:
+        """The model that the adapters started from, hosted as `service`: this policy without them, so it takes no memory."""
+        self.group.host(service, BASE, {"policy": Hosted(self.service)})
+        return Policy(self.group, service)
 
     def start_training(self, optimizer: OptimizerSpec, total_updates: int) -> None:
         """Make the optimizer; its schedule spans `total_updates` steps."""
@@ -170,7 +192,8 @@ class TrainedModels:
         critic = tuple(f"{CRITIC_PREFIX}{name}" for name in SECTIONS) if self.critic is not None else ()
         reference = (f"{REFERENCE_PREFIX}weights",) if self.reference is not None else ()
         average = (f"{AVERAGE_PREFIX}weights",) if self.average is not None else ()
-        return (*SECTIONS, *critic, *reference, *average)
+        adapter = (ADAPTER,) if self.policy.adapted else ()
+        return (*SECTIONS, *adapter, *critic, *reference, *average)
 
     def save(self, folder: Path) -> tuple[ShardFile, ...]:
         """Write every model under a checkpoint's temporary folder."""

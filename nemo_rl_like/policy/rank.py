@@ -24,6 +24,7 @@ from nemo_rl_like.model.heads import output_head, token_logprobs, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.model.lora import add_adapters
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.scratch import FreshScoreReader
 from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
@@ -98,7 +99,8 @@ class PolicyRank:
 
     Args: `context` from the worker group, with axes dp, pp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
-    number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`;
+    number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`; with `adapter_seed`
+    the adapters of `policy.lora` are put on it and trained alone;
     `timeout_s` bounds each collective, in seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
@@ -112,6 +114,7 @@ class PolicyRank:
         initialize: int | None = None,
         score_head: bool = False,
         score_head_seed: int | None = None,
+        adapter_seed: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._context = context
@@ -132,12 +135,21 @@ class PolicyRank:
         if score_head and not self.config.score_head:
             self.config = replace(self.config, score_head=True)
             weights = None if weights is None else FreshScoreReader(weights, self.config, score_head_seed)
+        lora = None if adapter_seed is None else policy.lora
         self.model: MegatronModel = build_model(
-            self.config, layout, DTYPES[dtype], seed=initialize, weights=weights, fp8=policy.fp8
+            self.config,
+            layout,
+            DTYPES[dtype],
+            seed=initialize,
+            weights=weights,
+            fp8=policy.fp8,
+            adapters=lora is not None,
         )
+        if lora is not None and adapter_seed is not None:
+            add_adapters(self.model, self.config, lora, adapter_seed)
         self._ddp: PolicyDdp | None = None
         self._optimizer: PolicyOptimizer | None = None
-        self._store = PolicyStore(self.model, self.config, Path(folder))
+        self._store = PolicyStore(self.model, self.config, Path(folder), lora)
         self._sender = SharedMemorySender()
 
     # -- training
@@ -360,7 +372,7 @@ class PolicyRank:
 
     def load(self, folder: str, updates: int | None, prefix: str = "") -> None:
         """Load `weights` of a checkpoint; with `updates`, also the optimizer state after that many steps."""
-        self._store.load_weights(Path(folder) / f"{prefix}weights")
+        self._store.load_weights(Path(folder), prefix)
         if self._optimizer is not None:
             self._optimizer.reload_main_params()
             if updates is not None:

@@ -11,25 +11,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
+from nemo_rl_like.model.lora import AdapterMap, MergedWeights
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.moments import MASTER, MOMENTS, GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
+from nemo_rl_like.spec.policy import LoraSpec
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class PolicyStore:
     """Reads and writes one rank's model; every method is collective, rank 0 of the world writes."""
 
-    def __init__(self, model: MegatronModel, config: ModelConfig, source: Path) -> None:
-        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries."""
+    def __init__(self, model: MegatronModel, config: ModelConfig, source: Path, lora: LoraSpec | None = None) -> None:
+        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `lora`: the model's adapters."""
         self._model = model
         self._source = source
         self._config = config
         self._map = WeightMap(config)
+        self._lora = lora
+        self._trained = self._map if lora is None else AdapterMap(config, lora)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
     def save(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> tuple[ShardFile, ...]:
@@ -43,13 +50,17 @@ class PolicyStore:
             copy_side_files(self._source, folder / f"{prefix}weights")
             if self._config.score_head:
                 _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
+        if self._lora is not None:
+            files += self._write(folder, f"{prefix}{ADAPTER}", self._trained.iter_hf(self._model))
+            if dist.get_rank() == 0:
+                write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
         if optimizer is not None:
             files += self._write(folder, f"{prefix}optimizer", self._moments(optimizer))
         return files
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Every weight by Hugging Face name, whole on rank 0 and None elsewhere; every rank must run it to its end."""
-        return self._map.iter_hf(self._model)
+        """Every weight by Hugging Face name, adapters merged, whole on rank 0 and None elsewhere; every rank must run it to its end."""
+        return self._map.iter_hf(self._model, None if self._lora is None else MergedWeights(self._model))
 
     def _write(self, folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]) -> tuple[ShardFile, ...]:
         if dist.get_rank() != 0:
@@ -65,20 +76,21 @@ class PolicyStore:
     def _moments(self, optimizer: PolicyOptimizer) -> Iterator[tuple[str, Tensor | None]]:
         for kind in self._kinds():
             state = GatheredState(optimizer, self._names, kind)
-            for name, tensor in self._map.iter_hf(self._model, state):
+            for name, tensor in self._trained.iter_hf(self._model, state):
                 yield f"{kind}/{name}", tensor
 
     def _kinds(self) -> tuple[str, ...]:
         return MOMENTS if self._model.dtype is torch.float32 else (*MOMENTS, MASTER)
 
-    def load_weights(self, folder: Path) -> None:
-        """Take this rank's weights from a Hugging Face folder."""
-        self._map.load_hf(self._model, SafetensorsReader(folder))
+    def load_weights(self, folder: Path, prefix: str = "") -> None:
+        """Take what this rank trains from a checkpoint: its weights, or its adapters beside the base, which stays."""
+        section = "weights" if self._lora is None else ADAPTER
+        self._trained.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
 
     def load_optimizer(self, folder: Path, optimizer: PolicyOptimizer, updates: int) -> None:
         """Take this rank's optimizer state from `folder`, as it was after `updates` optimizer steps."""
         reader = SafetensorsReader(folder)
-        kinds = {kind: self._map.scatter_hf(self._model, PrefixedReader(reader, kind)) for kind in self._kinds()}
+        kinds = {kind: self._trained.scatter_hf(self._model, PrefixedReader(reader, kind)) for kind in self._kinds()}
         put_state(optimizer, self._names, kinds, updates)
         optimizer.restore(updates)
 
@@ -88,6 +100,23 @@ def copy_side_files(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith((".safetensors", INDEX, ".bin")):
             shutil.copyfile(file, target / file.name)
+
+
+def write_adapter_config(file: Path, lora: LoraSpec, base: Path) -> None:
+    """PEFT's description of the adapters beside it."""
+    known = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def _say_score_head(file: Path, config: ModelConfig) -> None:

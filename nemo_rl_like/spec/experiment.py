@@ -89,6 +89,16 @@ class ExperimentSpec(Spec):
         return self
 
     @model_validator(mode="after")
+    def _adapters_fit(self) -> ExperimentSpec:
+        if self.policy.lora is None:
+            return self
+        for stage in self.stages:
+            problem = _without_adapters(stage)
+            if problem is not None:
+                raise ValueError(f"`policy.lora` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit(self) -> ExperimentSpec:
         names = [stage_name(s) for s in self.stages]
         twice = sorted({n for n in names if names.count(n) > 1})
@@ -116,6 +126,21 @@ class ExperimentSpec(Spec):
                 f"stage {name!r} {what} an environment with a reward of its own, and `environment` has `prompts` alone; give it "
                 "`reward`, `reward_url` or `name`"
             )
+
+
+def _without_adapters(stage: StageSpec) -> str | None:
+    """What of a stage works on whole weights, with the fix; None if nothing does."""
+    if isinstance(stage, RewardModelStageSpec):
+        return "trains a new head; put the reward model in a spec of its own without `policy.lora`"
+    if isinstance(stage, SftStageSpec | PretrainStageSpec) and stage.ema is not None:
+        return "averages whole weights (`ema`); leave one of them out"
+    if isinstance(stage, PreferenceStageSpec) and stage.reference_sync is not None:
+        return "moves a whole reference (`reference_sync`); leave one of them out"
+    if isinstance(stage, RlStageSpec) and stage.algorithm.opponent is not None:
+        return "has an `opponent` with weights of its own; leave one of them out"
+    if isinstance(stage, RlStageSpec) and "reference" in stage.own_ranks:
+        return "has the reference on ranks of its own, where it is the policy without its adapters; take it out of `own_ranks`"
+    return None
 
 
 def stage_name(stage: StageSpec) -> str:

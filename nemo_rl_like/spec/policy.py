@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal, get_args
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl_like.spec.base import Spec
 
@@ -33,6 +34,27 @@ class Fp8Spec(Spec):
     """Layers at the end that stay in bfloat16."""
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraSpec(Spec):
+    """Low-rank adapters: the model stays as it is, and only W + scale B A changes (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: PositiveInt = 16
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """The product B A is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that large ranks learn as fast (Kalajdzievski 2023, arXiv 2312.03732)."""
+    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
+    """Projections that have an adapter, in every layer."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
 class PolicySpec(Spec):
     """The trainable model as a service."""
 
@@ -44,6 +66,8 @@ class PolicySpec(Spec):
     """Token budget of one forward-backward pass on one rank, in tokens; one longer row still makes a pass of its own."""
     fp8: Fp8Spec | None = None
     """Compute linear layers in FP8 (an NVIDIA GPU of the Hopper generation or newer, `model.dtype: bfloat16`); default: off."""
+    lora: LoraSpec | None = None
+    """Train adapters instead of the whole model; default: off."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary-sized logits exist at once, in tokens."""
     threads_per_rank: NonNegativeInt = 0

@@ -16,7 +16,7 @@ from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec, 
 from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
 from nemo_rl_like.stages.preflight import check_checkpoints, check_first_weights, config_of, problems_of, renderer_of
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import StartModel, start_model
+from nemo_rl_like.stages.start_model import StartModel, start_model, start_policy
 from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import context_tokens, worker_group
@@ -60,7 +60,7 @@ class DistillStage:
         session = shared_session(spec.cluster, context.run_folder)
         with worker_group(session, "data") as workers:
             self._host_data(workers, model)
-            policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+            policy = start_policy(session, spec, model)
             try:
                 with self._engine(policy, model) as engine:
                     models = () if stage.data.stored_logits is not None else host_teachers(policy.group, spec, stage)

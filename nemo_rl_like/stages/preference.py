@@ -12,7 +12,7 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import StartModel, start_model
+from nemo_rl_like.stages.start_model import StartModel, start_model, start_policy
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import STEP_SERVICE, context_tokens, worker_group
 from nemo_rl_like.training.data_recipe import DATA
@@ -46,7 +46,7 @@ class PreferenceStage:
         session = shared_session(spec.cluster, context.run_folder)
         with worker_group(session, "data") as workers:
             self._host_data(workers, model)
-            policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+            policy = start_policy(session, spec, model)
             try:
                 reference = self._reference(policy, model)
                 policy.start_training(stage.optimizer, stage.steps)
@@ -75,6 +75,8 @@ class PreferenceStage:
         """The model that the stage starts from, on the policy's ranks; None where no loss has a reference."""
         if not self.stage.needs_reference:
             return None
+        if policy.adapted:
+            return policy.base("reference")
         reference = Policy(policy.group, "reference")
         reference.host(model.folder, self.spec.policy, self.spec.model.dtype, model.initialize)
         return reference

@@ -25,7 +25,7 @@ from nemo_rl_like.stages.preflight import (
 )
 from nemo_rl_like.stages.ptx import check_ptx, start_ptx
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import StartModel, start_model, weights_of
+from nemo_rl_like.stages.start_model import StartModel, start_model, start_policy, weights_of
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import host_rollout, worker_group
 from nemo_rl_like.training.engine import EngineClient, RunEngine, host_opponent
@@ -89,11 +89,14 @@ class RlStage:
         spec, stage = self.spec, self.stage
         session = shared_session(spec.cluster, context.run_folder)
         with ExitStack() as stack:
-            policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+            policy = start_policy(session, spec, model)
             stack.callback(policy.group.shutdown)
             host = partial(self._host, policy.group, stack)
             needed = stage.models_beside["reference"]
-            reference = host("reference", model.folder, model.initialize) if needed else None
+            reference = None
+            if needed:
+                shared = policy.adapted
+                reference = policy.base("reference") if shared else host("reference", model.folder, model.initialize)
             teacher = None if stage.teacher is None else host("teacher", Path(stage.teacher))
             critic = None
             if stage.needs_critic:

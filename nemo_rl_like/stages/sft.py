@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
-from nemo_rl_like.policy.client import Policy, TrainedModels
+from nemo_rl_like.policy.client import TrainedModels
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.sft import SftDataSpec, SftStageSpec
 from nemo_rl_like.stages.averaging import hand_on, start_average
 from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
 from nemo_rl_like.stages.ptx import check_ptx, start_ptx
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import start_model
+from nemo_rl_like.stages.start_model import start_model, start_policy
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import context_tokens, environment_of, worker_group
 from nemo_rl_like.training.data_recipe import DATA
@@ -58,7 +58,7 @@ class SftStage:
         with worker_group(session, "data") as workers:
             workers.host(DATA, SERVICE, kwargs)
             ptx = start_ptx(self.stage.ptx, workers, spec, model)
-            policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+            policy = start_policy(session, spec, model)
             try:
                 average = start_average(self.stage.ema, policy, spec, model)
                 policy.start_training(self.stage.optimizer, self.stage.steps)

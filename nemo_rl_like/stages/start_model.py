@@ -10,9 +10,11 @@ from pathlib import Path
 from nemo_rl_like.artifacts.hashing import hash_json
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.checkpoint.layout import ModelIdentity
+from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SINGLE
+from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.store import copy_side_files
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.tensors.shards import INDEX
@@ -59,6 +61,11 @@ def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifac
     if model.tokenizer is None:
         return _found(source)
     return _with_tokenizer(spec, source, folder / BASE)
+
+
+def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
+    """The trainable model on ranks of its own, with the adapters of `policy.lora` where they are asked for."""
+    return Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize, adapter_seed=spec.seed)
 
 
 def _found(folder: Path) -> StartModel:

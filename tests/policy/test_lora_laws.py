@@ -1,0 +1,174 @@
+"""Adapters on ranks: PEFT's own log-probs, gradient and files at any layout; at the start they are the base, and merged they are themselves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from nemo_rl_like.algorithms.objectives import CrossEntropy
+from nemo_rl_like.checkpoint.layout import ADAPTER
+from nemo_rl_like.cluster.context import RankContext, axis_ranks
+from nemo_rl_like.model.lora import adapters_off
+from nemo_rl_like.policy.rank import PolicyRank, Walk
+from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec
+from nemo_rl_like.spec.stage import OptimizerSpec
+from nemo_rl_like.tokens.batch import TokenBatch
+from tests.policy.ranks import run_ranks
+from tests.policy.test_laws import BETA1, make_batch, make_folder
+
+ALL = LoraSpec(rank=4, alpha=6.0)
+SOME = LoraSpec(rank=3, alpha=2.0, rslora=True, targets=("v_proj", "q_proj", "up_proj", "down_proj"))
+KINDS = ("shared_prefix", "packed", "padded")
+LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2))
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The base, PEFT's adapters in its own file, and the same as a checkpoint's section."""
+
+    base: Path
+    peft: Path
+    checkpoint: Path
+
+
+def peft_of(folders: Folders, dtype: torch.dtype = torch.float64) -> PeftModel:
+    base = LlamaForCausalLM.from_pretrained(folders.base, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, folders.peft, is_trainable=True).to(dtype)
+
+
+def make(root: Path, lora: LoraSpec) -> Folders:
+    """Random adapters, B among them, written by PEFT."""
+    base = make_folder(root / "base")
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+    )  # fmt: skip
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(root / "peft")
+    (root / "checkpoint" / ADAPTER).mkdir(parents=True)
+    save_file(
+        load_file(root / "peft" / "adapter_model.safetensors"), root / "checkpoint" / ADAPTER / "model.safetensors"
+    )
+    return Folders(base, root / "peft", root / "checkpoint")
+
+
+@pytest.fixture(scope="module", params=[ALL, SOME], ids=["all", "some"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Folders, LoraSpec]:
+    return make(tmp_path_factory.mktemp("lora"), request.param), request.param
+
+
+def member(rank: int, world: int, port: int, folders: Folders, policy: PolicySpec) -> PolicyRank:
+    axes = {"dp": policy.layout.dp, "pp": policy.layout.pp, "tp": policy.layout.tp}
+    place = RankContext("p", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node")
+    made = PolicyRank(place, folder=str(folders.base), policy=policy, dtype="float32", adapter_seed=5)
+    made.start_training(OptimizerSpec(lr=1e-2, clip_grad=0.0, betas=(BETA1, 0.999), weight_decay=0.1), 10)
+    return made
+
+
+def log_probs(of: PolicyRank, batch: TokenBatch) -> torch.Tensor:
+    return of._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs
+
+
+def tensors(of: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in of if tensor is not None}
+
+
+def steps(rank: int, world: int, port: int, folders: Folders, policies: list[PolicySpec]) -> list[dict[str, Any]]:
+    """What each layout finds at the start, with PEFT's adapters, in one step, and after saving it and loading it into new ranks."""
+    out = []
+    for policy in policies:
+        this, batch = member(rank, world, port, folders, policy), make_batch()
+        found: dict[str, Any] = {"start": log_probs(this, batch), "start merged": tensors(this._store.weights())}
+        found["drawn"] = tensors(this._store._trained.iter_hf(this.model))
+        with adapters_off(this.model):
+            found["base"] = log_probs(this, batch)
+        this.load(str(folders.checkpoint), None)
+        with adapters_off(this.model):
+            found["base again"] = log_probs(this, batch)
+        found |= {"log-probs": log_probs(this, batch), "merged": tensors(this._store.weights())}
+        found["metrics"] = this.train_step(batch, None, CrossEntropy())
+        moments = tensors(this._store._moments(this._training()[1]))
+        found["gradients"] = {
+            k.removeprefix("exp_avg/"): v / (1 - BETA1) for k, v in moments.items() if k.startswith("exp_avg/")
+        }
+        folder = folders.checkpoint.parent / f"saved-{world}-{policy.layout.tp}-{policy.layout.pp}-{policy.rows}"
+        this.save(str(folder))
+        other = member(rank, world, port, folders, policy)
+        other.load(str(folder), 1)
+        found["again"] = [{**one.train_step(batch, None, CrossEntropy())} for one in (this, other)]
+        found |= {"after": log_probs(other, batch), "folder": folder}
+        out.append(found)
+    return out  # fmt: skip
+
+
+def by_peft(folders: Folders, batch: TokenBatch) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """Log-probs [N], loss, and gradients by name, in float64, row by row."""
+    model = peft_of(folders)
+    flat = torch.zeros(batch.tokens.numel(), dtype=torch.float64)
+    total, count = torch.zeros((), dtype=torch.float64), int(batch.loss_mask.sum())
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False):
+        ids = batch.tokens[start:end]
+        table = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        for t in range(1, end - start):
+            if batch.loss_mask[start + t]:
+                flat[start + t] = table[t - 1, ids[t]].detach()
+                total = total - table[t - 1, ids[t]] / count
+    total.backward()
+    named = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return flat, float(total), named
+
+
+def largest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
+
+
+def check(made: list[dict[str, Any]], case: tuple[Folders, LoraSpec]) -> None:
+    folders, lora = case
+    batch = make_batch()
+    flat, loss, gradients = by_peft(folders, batch)
+    base = LlamaForCausalLM.from_pretrained(folders.base, dtype=torch.float32)
+    merged = peft_of(folders, torch.float32).merge_and_unload()
+    names = {name for name in base.state_dict() if name != "lm_head.weight"}
+    norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
+    for got in made:
+        assert torch.equal(got["start"], got["base"]) and torch.equal(got["base again"], got["base"])
+        assert all(torch.equal(got["start merged"][name], base.state_dict()[name]) for name in names)
+        assert largest(got["drawn"], made[0]["drawn"]) == 0
+        assert float((got["log-probs"] - flat).abs().max()) <= 1e-5
+        assert got["metrics"]["loss"] == pytest.approx(loss, abs=1e-5)
+        assert got["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert largest(got["gradients"], gradients) <= 1e-5
+        assert largest(got["merged"], {name: merged.state_dict()[name] for name in names}) <= 1e-6
+        assert got["again"][0] == got["again"][1]
+        assert float((got["after"] - made[0]["after"]).abs().max()) <= 1e-4
+        description = json.loads((got["folder"] / ADAPTER / "adapter_config.json").read_text())
+        assert (description["r"], description["lora_alpha"]) == (lora.rank, lora.alpha)
+        trained = {"weights", ADAPTER, "optimizer"}
+        assert {path.name for path in got["folder"].iterdir()} == trained
+
+
+def test_adapters_are_pefts_for_any_rows(case: tuple[Folders, LoraSpec], tmp_path: Path) -> None:
+    policies = [
+        PolicySpec(rows=kind, micro_batch_tokens=budget, lora=case[1]) for kind in KINDS for budget in (4096, 24)
+    ]
+    check(run_ranks(steps, 1, tmp_path, case[0], policies), case)
+
+
+def test_adapters_are_pefts_over_two_ranks(case: tuple[Folders, LoraSpec], tmp_path: Path) -> None:
+    check(run_ranks(steps, 2, tmp_path, case[0], [PolicySpec(layout=x, lora=case[1]) for x in LAYOUTS]), case)
+
+
+def test_adapters_are_pefts_over_two_by_two_ranks(case: tuple[Folders, LoraSpec], tmp_path: Path) -> None:
+    check(run_ranks(steps, 4, tmp_path, case[0], [PolicySpec(layout=LayoutSpec(tp=2, pp=2), lora=case[1])]), case)
