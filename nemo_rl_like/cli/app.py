@@ -135,11 +135,12 @@ def export(
     source: Source,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Hugging Face folder to write; new or empty.")],
     shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors shard, in GiB.")] = 4.0,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone, as PEFT does.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder."""
     from nemo_rl_like.cli.commands import checkpoint as command
 
-    command.export(source, target, shard_gib=shard_gib)
+    command.export(source, target, shard_gib=shard_gib, adapter=adapter)
 
 
 @environments.command("list")

@@ -186,11 +186,12 @@ def write_hf_folder(
         text = json.dumps(config.to_hf_dict(str(dtype).removeprefix("torch.")), indent=2)
         (Path(folder) / "config.json").write_text(text + "\n", encoding="utf-8")
         if tokenizer_folder is not None:
-            _copy_tokenizer(Path(tokenizer_folder), Path(folder))
+            copy_tokenizer(Path(tokenizer_folder), Path(folder))
     return files
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files of a Hugging Face folder."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

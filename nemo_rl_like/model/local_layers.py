@@ -161,7 +161,7 @@ class _Linear(_Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)  # a frozen weight's gradient is never made
         ctx.group = group
         return x @ weight.t()
 

@@ -91,12 +91,20 @@ class ExperimentSpec(Spec):
     @model_validator(mode="after")
     def _adapters_fit(self) -> ExperimentSpec:
         if self.policy.lora is None:
+            self._check_no_adapter_is_asked_for()
             return self
         for stage in self.stages:
-            problem = _without_adapters(stage)
+            problem = _needs_whole_weights(stage)
             if problem is not None:
                 raise ValueError(f"`policy.lora` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
         return self
+
+    def _check_no_adapter_is_asked_for(self) -> None:
+        for stage in self.stages:
+            if isinstance(stage, ExportStageSpec) and stage.adapter:
+                raise ValueError(
+                    f"stage {stage_name(stage)!r} has `adapter: true`, but nothing trains adapters; leave it out, or set `policy.lora`"
+                )
 
     @model_validator(mode="after")
     def _stages_fit(self) -> ExperimentSpec:
@@ -128,7 +136,7 @@ class ExperimentSpec(Spec):
             )
 
 
-def _without_adapters(stage: StageSpec) -> str | None:
+def _needs_whole_weights(stage: StageSpec) -> str | None:
     """What of a stage works on whole weights, with the fix; None if nothing does."""
     if isinstance(stage, RewardModelStageSpec):
         return "trains a new head; put the reward model in a spec of its own without `policy.lora`"

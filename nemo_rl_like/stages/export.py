@@ -1,24 +1,29 @@
-"""The `export` stage: a checkpoint as a Hugging Face folder that plain transformers loads."""
+"""The `export` stage: a checkpoint as a Hugging Face folder that plain transformers loads, or its adapters as PEFT's."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_rl_like.artifacts.errors import OutputFolderError
+from nemo_rl_like.artifacts.errors import InputError, OutputFolderError
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, ServingBundle
+from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader, write_hf_folder
+from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer, write_hf_folder
 from nemo_rl_like.policy.store import copy_side_files
 from nemo_rl_like.spec.evaluate import ExportStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.start_model import weights_of
 
 FOLDER = "model"
+ADAPTER_FILE = "adapter_model.safetensors"
+"""PEFT's name."""
 _GIB = 1 << 30
 
 
@@ -41,7 +46,10 @@ class ExportStage:
         (checkpoint,) = inputs.values()
         target = context.folder / FOLDER
         shutil.rmtree(target, ignore_errors=True)
-        write_export(weights_of(checkpoint), target, self.stage.shard_gib)
+        if self.stage.adapter:
+            write_adapter(checkpoint.path, target)
+        else:
+            write_export(weights_of(checkpoint), target, self.stage.shard_gib)
         return ServingBundle.of(target)
 
 
@@ -50,16 +58,40 @@ def write_export(source: Path, target: Path, shard_gib: float) -> None:
 
     Raises OutputFolderError if `target` exists and is not an empty folder, InputError for damaged weights.
     """
+    with _whole(target) as partial:
+        with SafetensorsReader(source) as reader:
+            write_hf_folder(
+                partial, ModelConfig.from_hf_folder(source), _tensors(reader), None, shard_bytes=int(shard_gib * _GIB)
+            )
+        copy_side_files(source, partial)  # its own config.json, with the special tokens' ids
+
+
+def write_adapter(checkpoint: Path, target: Path) -> None:
+    """Write the checkpoint's adapters to `target` as PEFT does, with the tokenizer beside them.
+
+    Raises InputError if it has none, and as `write_export`.
+    """
+    source = checkpoint / ADAPTER
+    if not source.is_dir():
+        raise InputError(
+            f"{checkpoint} has no adapters: its run trained the whole model; leave `adapter` out, or train with `policy.lora`"
+        )
+    with _whole(target) as partial:
+        with SafetensorsReader(source) as reader:
+            save_file(dict(_tensors(reader)), partial / ADAPTER_FILE, metadata={"format": "pt"})
+        copy_side_files(source, partial)
+        copy_tokenizer(checkpoint / "weights", partial)
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A folder that takes the name `target` when the block ends well. Raises OutputFolderError if that is taken."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OutputFolderError(f"{target} exists and is not an empty folder; choose another or remove it")
     partial = target.with_name(f".tmp-{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with SafetensorsReader(source) as reader:
-        write_hf_folder(
-            partial, ModelConfig.from_hf_folder(source), _tensors(reader), None, shard_bytes=int(shard_gib * _GIB)
-        )
-    copy_side_files(source, partial)  # its own config.json, with the special tokens' ids
+    yield partial
     if target.exists():
         target.rmdir()
     partial.rename(target)

@@ -48,10 +48,10 @@ def chat(source: Path, *, temperature: float, max_new_tokens: int) -> None:
             typer.echo(session.reply(text))
 
 
-def export(source: Path, target: Path, *, shard_gib: float) -> None:
+def export(source: Path, target: Path, *, shard_gib: float, adapter: bool) -> None:
     """Export and print where it lies."""
     log_to_stderr()
-    typer.echo(str(export_checkpoint(source, target, shard_gib=shard_gib)))
+    typer.echo(str(export_checkpoint(source, target, shard_gib=shard_gib, adapter=adapter)))
 
 
 def _ask() -> str:

@@ -1,0 +1,139 @@
+"""Adapters through a pipeline: SFT, then RL against the start, exported both ways; killed and resumed; and what needs whole weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from nemo_rl_like.data.tokenizer import character_tokenizer
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.loader import load_spec
+from nemo_rl_like.stages.api import export_checkpoint
+from tests.stages.killing import finish, metric_lines, tensor_files, write_rows, write_sums, write_tiny
+from tests.tiny_folders import save_llama
+
+SPEC = """
+environment: {reward: FOLDER/reward.py:reward_func, prompts: FOLDER/prompts.jsonl}
+stages:
+  - kind: sft
+    data: {path: FOLDER/sums.jsonl}
+    steps: 3
+    examples_per_step: 8
+    optimizer: {lr: 1.0e-2}
+  - kind: rl
+    steps: 4
+    prompts_per_step: 4
+    samples_per_prompt: 4
+    sampling: {max_new_tokens: 6}
+    algorithm: {kl: {coef: 0.05}}
+    optimizer: {lr: 1.0e-2}
+    checkpoint: {every_steps: 1, keep_last: 9}
+  - {kind: export, adapter: true, name: adapter}
+  - kind: export
+"""
+
+
+def arguments_of(output: Path) -> list[str]:
+    folder = output.parent
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.save_pretrained(save_llama(folder / "model", len(tokenizer), head_dim=32))
+    write_sums(folder)
+    said = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(5)]
+    messages = [[{"role": "user", "content": x}, {"role": "assistant", "content": y}] for x, y in said]
+    write_rows(folder / "sums.jsonl", [{"messages": turns} for turns in messages])
+    spec = write_tiny(output, SPEC)
+    return [
+        "run",
+        str(spec),
+        f"model={{path: {folder / 'model'}}}",
+        "policy.lora={rank: 4, targets: [q_proj, v_proj, down_proj]}",
+    ]
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model(torch.arange(4, 16)[None]).logits
+    return out
+
+
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_adapters_are_trained_exported_and_survive_a_kill(tmp_path: Path) -> None:
+    whole, cut, log = tmp_path / "whole", tmp_path / "cut", tmp_path / "log"
+    assert finish(arguments_of(whole), log, 600) == 0, log.read_text()
+    lines = metric_lines(whole / "rl")
+    assert lines[0]["kl"] == 0.0 < lines[-1]["kl"]
+    base = AutoModelForCausalLM.from_pretrained(
+        whole / "sft" / "checkpoints" / "step_3" / "weights", dtype=torch.float32
+    )
+    before = logits(base)
+    exported = AutoModelForCausalLM.from_pretrained(whole / "export" / "model", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, whole / "adapter" / "model")
+    assert float((logits(adapted) - logits(exported)).abs().max()) <= 1e-5
+    assert float((before - logits(exported)).abs().max()) > 1e-3
+    said = json.loads((whole / "adapter" / "model" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(whole / "sft" / "checkpoints" / "step_3" / "weights")
+    assert finish(arguments_of(cut), log, 600, fault="optimizer.mid:3") != 0
+    assert finish(["resume", str(cut)], log, 600, fault="optimizer.mid:4") != 0
+    assert finish(["resume", str(cut)], log, 600) == 0, log.read_text()
+    for stage, step in (("sft", 3), ("rl", 4)):
+        ends = [tensor_files(run / stage / "checkpoints" / f"step_{step}") for run in (whole, cut)]
+        assert ends[0] == ends[1] and any(name.startswith("adapter/") for name in ends[0])
+        assert metric_lines(cut / stage) == metric_lines(whole / stage)
+    again = export_checkpoint(whole, tmp_path / "again", 1.0, adapter=True)
+    assert tensor_names(again) == tensor_names(whole / "adapter" / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_vllm_gets_the_merged_model(tmp_path: Path) -> None:
+    """Each sync compares the log-probs of probe prompts, and each step those of what was sampled."""
+    engine = "engine={kind: vllm, kv_cache_gib: 0.05, threads: 1, max_context: 32}"
+    log = tmp_path / "log"
+    assert finish([*arguments_of(tmp_path / "run"), engine], log, 600) == 0, log.read_text()
+    assert all(line["gap/p99"] < 1e-3 for line in metric_lines(tmp_path / "run" / "rl"))
+
+
+def tensor_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ({"kind": "reward_model", "data": {"path": "x"}}, "trains a new head"),
+        ({"kind": "sft", "data": {"path": "x"}, "ema": {}}, "averages whole weights"),
+        ({"kind": "preference", "data": {"path": "x"}, "reference_sync": {}}, "moves a whole reference"),
+        ({"kind": "rl", "algorithm": {"opponent": {"kind": "reference"}, "shaping": [{"kind": "win_rate"}]}}, "`opponent`"),
+        ({"kind": "rl", "algorithm": {"kl": {"coef": 0.1}}, "own_ranks": ["reference"]}, "take it out of `own_ranks`"),
+    ],
+)  # fmt: skip
+def test_what_needs_whole_weights_is_refused(stage: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        experiment({"policy": {"lora": {}}, "stages": [stage]})
+
+
+def experiment(changes: dict[str, object]) -> ExperimentSpec:
+    common = {"output": "x", "model": {"path": "x"}, "environment": {"name": "arithmetic"}}
+    return ExperimentSpec.model_validate({**common, **changes})
+
+
+def test_adapters_that_nobody_trains_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"`adapter: true`, but nothing trains adapters"):
+        experiment({"stages": [{"kind": "export", "adapter": True}]})
+    with pytest.raises(ValidationError, match="should be greater than 0"):
+        experiment({"policy": {"lora": {"rank": 0}}, "stages": [{"kind": "export"}]})
+
+
+def test_scale_is_that_of_the_papers() -> None:
+    spec = load_spec(Path(__file__).parents[2] / "configs" / "demo.yaml", ["policy.lora={rank: 16, alpha: 32.0}"])
+    lora = spec.policy.lora
+    assert lora is not None and lora.scale == 2.0
+    assert lora.model_copy(update={"rslora": True}).scale == 8.0
