@@ -26,7 +26,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.lora import add_adapters
 from nemo_rl_like.model.mcore import parallel_state
-from nemo_rl_like.model.scratch import FreshScoreReader
+from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
 from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
@@ -131,16 +131,19 @@ class PolicyRank:
             context.threads,
         )
         self.config = ModelConfig.from_hf_folder(Path(folder))
-        weights: TensorReader | None = SafetensorsReader(Path(folder)) if initialize is None else None
+        weights: TensorReader
+        if initialize is None:
+            weights = SafetensorsReader(Path(folder))
+        else:
+            weights = ScratchReader(self.config, initialize, DTYPES[dtype])
         if score_head and not self.config.score_head:
             self.config = replace(self.config, score_head=True)
-            weights = None if weights is None else FreshScoreReader(weights, self.config, score_head_seed)
+            weights = FreshScoreReader(weights, self.config, score_head_seed)
         lora = None if adapter_seed is None else policy.lora
         self.model: MegatronModel = build_model(
             self.config,
             layout,
             DTYPES[dtype],
-            seed=initialize,
             weights=weights,
             fp8=policy.fp8,
             adapters=lora is not None,

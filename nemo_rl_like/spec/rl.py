@@ -89,6 +89,7 @@ class RlStageSpec(StageBase):
         if (self.algorithm.distill_coef > 0) != (self.teacher is not None):
             raise ValueError("`algorithm.distill_coef` above 0 and `teacher` go together: give both, or neither")
         self._check_own_ranks()
+        self._check_judge_weights()
         if self.updates_per_batch > self.prompts_per_step:
             raise ValueError(
                 f"`updates_per_batch` is {self.updates_per_batch}, more than the {self.prompts_per_step} groups of `prompts_per_step`"
@@ -121,6 +122,18 @@ class RlStageSpec(StageBase):
             raise ValueError(
                 "`own_ranks` has reference, but an `opponent` is decoded on policy and reference together; leave it out"
             )
+
+    def _check_judge_weights(self) -> None:
+        """Raise ValueError for weights of a sum that gdpo never makes: it normalises each part of the reward by itself."""
+        judge = self.reward_model
+        if self.algorithm.advantage.kind != "gdpo" or judge is None:
+            return
+        for name, value in (("weight", judge.weight), ("environment_weight", judge.environment_weight)):
+            if value != 1:
+                raise ValueError(
+                    f"`reward_model.{name}` is {value}, but advantage `gdpo` normalises each part of the reward and has weights of its own; "
+                    "leave it out and give `advantage.weights` (the judge's part is `reward_model`)"
+                )
 
     @property
     def needs_critic(self) -> bool:

@@ -98,14 +98,19 @@ def test_a_step_is_trls_over_two_ranks(folder: Path, tmp_path: Path) -> None:
 
 
 def heads(rank: int, world: int, port: int, folder: Path) -> list[torch.Tensor]:
-    """The score heads that seeds 1, 1 and 2 draw."""
-    made = [
-        member(rank, world, port, folder, PolicySpec(), score_head=True, score_head_seed=seed) for seed in (1, 1, 2)
-    ]
-    return [dict(model._store.weights())["score.weight"] for model in made]
+    """The score heads that seeds 1, 1 and 2 draw, and the one without a seed, on a model from a folder and on one from scratch."""
+    found = []
+    for scratch in (None, 7):
+        for seed in (1, 1, 2, None):
+            model = member(
+                rank, world, port, folder, PolicySpec(), score_head=True, score_head_seed=seed, initialize=scratch
+            )
+            found.append(dict(model._store.weights())["score.weight"])
+    return found
 
 
-def test_a_new_head_is_drawn_from_its_seed(tmp_path: Path) -> None:
-    one, again, other = run_ranks(heads, 1, tmp_path, save_llama(tmp_path / "model", VOCAB))
-    assert torch.equal(one, again) and not torch.equal(one, other)
-    assert float(one.std()) == pytest.approx((one.numel() + 1) ** -0.5, rel=0.5)
+def test_a_new_head_is_drawn_from_its_seed_and_is_zero_without_one(tmp_path: Path) -> None:
+    made = run_ranks(heads, 1, tmp_path, save_llama(tmp_path / "model", VOCAB))
+    for one, again, other, unseeded in (made[:4], made[4:]):
+        assert torch.equal(one, again) and not torch.equal(one, other) and not unseeded.any()
+        assert float(one.std()) == pytest.approx((one.numel() + 1) ** -0.5, rel=0.5)

@@ -113,6 +113,8 @@ def test_reward_models_learn_and_judge_a_policy_that_gains_and_survives_kills(tm
             "{kind: rl, reward_model: {paths: [x], combine: mean_minus_variance}}",
             ("one model has no variance", "combine: mean"),
         ),
+        ("{kind: rl, algorithm: {advantage: gdpo}, reward_model: {paths: [x], weight: 0.5}}",
+         ("`reward_model.weight` is 0.5", "`advantage.weights`")),
         ("{kind: rl, reward_model: {paths: [nowhere]}}", ("`reward_model.paths`", "'nowhere'", "not a folder")),
         ("{kind: rl, reward_model: {stages: [other]}}", ("reward_model.stages", "no stage 'other'", "makes a reward model")),
         ("{kind: preference, data: {path: FOLDER/pairs.jsonl}}, {kind: rl, reward_model: {stages: [preference]}}",
