@@ -216,12 +216,12 @@ def families(scratch: Path) -> Figures:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from nemo_rl_like.model.check import check_folder
-    from nemo_rl_like.model.hf_config import ARCHITECTURES
+    from nemo_rl_like.model.families import FAMILIES
 
     out: Figures = {}
-    for family in ARCHITECTURES:
+    for family in FAMILIES:
         torch.manual_seed(1)
-        shape = {**small_config().to_hf_dict(), "model_type": family}
+        shape = {**small_config().to_hf_dict(), **FAMILIES[family].written, "model_type": family}
         kept = {k: v for k, v in shape.items() if k not in ("architectures", "torch_dtype", "dtype", "rope_theta")}
         config = AutoConfig.for_model(**kept)
         AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(scratch / family)

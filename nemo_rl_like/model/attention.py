@@ -49,16 +49,13 @@ class AttentionCall:
     """Read by Megatron: keep [s, b, heads, d], do not flatten."""
 
 
-def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
-    """float32 [head_dim / 2]: theta^(-2i / head_dim), in radians per position (Su et al. 2021, eq. 15)."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    return 1.0 / (theta**exponent)
-
-
-def rotary_of(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines for `position_ids` [b, s], computed in float32 and returned in `dtype`."""
+def rotary_of(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> Rotary:
+    """`amplitude` times cosines and sines for `position_ids` [b, s], computed in float32 and returned in `dtype`."""
     angle = (position_ids.t()[..., None].float() * frequencies)[:, :, None, :]
-    return Rotary(angle.cos().to(dtype), angle.sin().to(dtype))
+    cos, sin = angle.cos(), angle.sin()
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    return Rotary(cos.to(dtype), sin.to(dtype))
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

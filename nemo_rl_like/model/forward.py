@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotary_frequencies, rotary_of
+from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotary_of
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import GPTModel, ModuleSpec, TransformerBlockSubmodules, TransformerConfig
+from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
 
 FP8_ALIGNMENT = 16
 """FP8 matrix products take sizes that are multiples of this."""
@@ -48,7 +49,8 @@ class MegatronModel(GPTModel):
             self.score = torch.nn.Linear(shape.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
-        self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta)
+        self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        self._amplitude = rotary_amplitude(shape.rope_scaling)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [M, H] that predict the micro-batch's targets; before the last stage, [s, b, H] for the next one."""
@@ -68,7 +70,7 @@ class MegatronModel(GPTModel):
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         if self._frequencies.device != position_ids.device:
             self._frequencies = self._frequencies.to(position_ids.device)
-        rotary = rotary_of(position_ids, self._frequencies, self.dtype)
+        rotary = rotary_of(position_ids, self._frequencies, self.dtype, self._amplitude)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,

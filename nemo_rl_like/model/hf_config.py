@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.spec.model import ModelInitSpec
+from nemo_rl_like.model.families import FAMILIES, Family
+from nemo_rl_like.model.hf_rope import RopeReader, rope_to_hf_dict
+from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-Family = Literal["llama", "qwen2", "qwen3"]
-ARCHITECTURES: dict[Family, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-SCORE_ARCHITECTURES: dict[Family, str] = {
-    family: name.replace("ForCausalLM", "ForSequenceClassification") for family, name in ARCHITECTURES.items()
-}
-"""Hugging Face's names of the same models with one number a token in the place of logits: reward models and critics."""
-_EPSILON: dict[Family, float] = {"llama": 1e-6, "qwen2": 1e-6, "qwen3": 1e-6}
 _DEFAULT_INIT_STD = 0.02
 
 
@@ -34,7 +25,8 @@ _DEFAULT_INIT_STD = 0.02
 class ModelConfig:
     """A dense decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
 
-    family: Family
+    family: str
+    """Key of `FAMILIES`."""
     vocab_size: int
     """Tokens with an embedding, without padding for tensor parallelism."""
     hidden_size: int
@@ -61,18 +53,20 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    rope_scaling: RopeScalingSpec | None = None
+    """How positions are stretched beyond the trained context."""
     score_head: bool = False
     """One number a token in the place of logits (a reward model or a critic); the output head is then gone."""
 
     @property
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias (Qwen2)."""
-        return self.family == "qwen2"
+        return FAMILIES[self.family].qkv_bias
 
     @property
     def qk_norm(self) -> bool:
         """Whether queries and keys pass an RMSNorm of their own (Qwen3)."""
-        return self.family == "qwen3"
+        return FAMILIES[self.family].qk_norm
 
     def padded_vocab(self, tp: int) -> int:
         """The vocabulary rounded up to a multiple of `tp` ranks."""
@@ -114,7 +108,7 @@ class ModelConfig:
             head_dim=spec.head_dim,
             max_positions=spec.max_positions,
             rope_theta=spec.rope_theta,
-            norm_eps=_EPSILON[spec.family],
+            norm_eps=FAMILIES[spec.family].norm_eps,
             tie_embeddings=spec.tie_embeddings,
         )
 
@@ -123,12 +117,6 @@ class ModelConfig:
         eos: int | list[int] | None = list(self.eos_token_ids) or None
         if len(self.eos_token_ids) == 1:
             eos = self.eos_token_ids[0]
-        by_family: dict[Family, dict[str, object]] = {
-            "llama": {"attention_bias": False, "mlp_bias": False},
-            "qwen2": {"use_sliding_window": False, "sliding_window": None},
-            "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
-        }
-        family_only = by_family[self.family]
         return {
             **self.head_to_hf_dict(),
             "model_type": self.family,
@@ -140,11 +128,9 @@ class ModelConfig:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": self.max_positions,
             "initializer_range": self.init_std,
             "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
+            **self.positions_to_hf_dict(),
             "tie_word_embeddings": self.tie_embeddings,
             "attention_dropout": 0.0,
             "use_cache": True,
@@ -153,15 +139,22 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             "torch_dtype": dtype,
             "dtype": dtype,
-            **family_only,
+            **FAMILIES[self.family].written,
+        }
+
+    def positions_to_hf_dict(self) -> dict[str, object]:
+        """The part of a config.json that says how positions turn and how far they go."""
+        return {
+            "max_position_embeddings": self.max_positions,
+            **rope_to_hf_dict(self.rope_theta, self.rope_scaling),
         }
 
     def head_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that says what the model ends in."""
         if not self.score_head:
-            return {"architectures": [ARCHITECTURES[self.family]]}
+            return {"architectures": [FAMILIES[self.family].architecture]}
         return {
-            "architectures": [SCORE_ARCHITECTURES[self.family]],
+            "architectures": [FAMILIES[self.family].score_architecture],
             "id2label": {"0": "score"},
             "label2id": {"score": 0},
         }
@@ -170,16 +163,16 @@ class ModelConfig:
         """Raise InputError, which starts with `source`, unless the model ends in logits: a reward model or critic writes nothing."""
         if self.score_head:
             raise InputError(
-                f"{source}: {SCORE_ARCHITECTURES[self.family]} gives one score a token and no logits (a reward model or critic); "
-                f"use a {ARCHITECTURES[self.family]}"
+                f"{source}: {FAMILIES[self.family].score_architecture} gives one score a token and no logits (a reward model or critic); "
+                f"use a {FAMILIES[self.family].architecture}"
             )
 
     def require_score(self, source: str) -> None:
         """Raise InputError, which starts with `source`, unless the model ends in a score."""
         if not self.score_head:
             raise InputError(
-                f"{source}: {ARCHITECTURES[self.family]} writes text and gives no scores; train a reward model from it (stage "
-                f"`reward_model`), or use a {SCORE_ARCHITECTURES[self.family]} of one label"
+                f"{source}: {FAMILIES[self.family].architecture} writes text and gives no scores; train a reward model from it (stage "
+                f"`reward_model`), or use a {FAMILIES[self.family].score_architecture} of one label"
             )
 
     def check_layout(self, layout: LayoutSpec) -> None:
@@ -199,6 +192,14 @@ class ModelConfig:
             raise InputError(
                 f"layout.pp is {layout.pp}, which leaves a stage without one of the {self.layers} layers; use pp in {fits}"
             )
+
+
+def stretched(config: ModelConfig, scaling: RopeScalingSpec | None, max_positions: int | None) -> ModelConfig:
+    """The same model with its positions stretched, to `max_positions` or to its trained context times the factor; None: as it is."""
+    if scaling is None:
+        return config
+    trained = config.max_positions if isinstance(scaling, LinearRope) else scaling.original_positions
+    return replace(config, rope_scaling=scaling, max_positions=max_positions or int(trained * scaling.factor))
 
 
 def transformer_config(
@@ -279,7 +280,7 @@ class _Reader:
 
     def config(self) -> ModelConfig:
         family = self._family()
-        self._refuse_unsupported()
+        self._refuse_unsupported(family)
         heads, hidden = self._int("num_attention_heads"), self._int("hidden_size")
         kv_heads = self._int("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -287,8 +288,10 @@ class _Reader:
         head_dim = self._int("head_dim", hidden // heads)
         if head_dim % 2:
             raise self._error("head_dim", f"is {head_dim}; rotary positions need an even width")
+        max_positions = self._int("max_position_embeddings", 2048)
+        rope = RopeReader(self._raw, self._source)
         return ModelConfig(
-            family=family,
+            family=family.model_type,
             vocab_size=self._int("vocab_size"),
             hidden_size=hidden,
             intermediate_size=self._int("intermediate_size"),
@@ -296,9 +299,10 @@ class _Reader:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            max_positions=self._int("max_position_embeddings", 2048),
-            rope_theta=self._rope_theta(),
-            norm_eps=self._float("rms_norm_eps", _EPSILON[family]),
+            max_positions=max_positions,
+            rope_theta=rope.theta(),
+            rope_scaling=rope.scaling(max_positions),
+            norm_eps=self._float("rms_norm_eps", family.norm_eps),
             tie_embeddings=bool(self._raw.get("tie_word_embeddings", False)),
             init_std=self._float("initializer_range", _DEFAULT_INIT_STD),
             bos_token_id=self._token_id("bos_token_id"),
@@ -308,37 +312,34 @@ class _Reader:
         )
 
     def _family(self) -> Family:
-        family = self._raw.get("model_type")
-        if family not in ARCHITECTURES:
-            raise self._error("model_type", f"is {family!r}; supported are {', '.join(ARCHITECTURES)} (dense decoders)")
-        known: Family = family
+        name = self._raw.get("model_type")
+        if not isinstance(name, str) or name not in FAMILIES:
+            raise self._error("model_type", f"is {name!r}; supported are {', '.join(FAMILIES)} (dense decoders)")
+        family = FAMILIES[name]
         named = self._raw.get("architectures")
-        supported = (ARCHITECTURES[known], SCORE_ARCHITECTURES[known])
+        supported = (family.architecture, family.score_architecture)
         if isinstance(named, list) and named and not set(supported) & set(named):
-            raise self._error("architectures", f"is {named}; supported for {known} are {' and '.join(supported)}")
-        return known
+            raise self._error("architectures", f"is {named}; supported for {name} are {' and '.join(supported)}")
+        return family
 
     def _score_head(self, family: Family) -> bool:
         named = self._raw.get("architectures")
-        if not isinstance(named, list) or SCORE_ARCHITECTURES[family] not in named:
+        if not isinstance(named, list) or family.score_architecture not in named:
             return False
         labels = self._raw.get("id2label")
         if isinstance(labels, Mapping) and len(labels) != 1:
             raise self._error("id2label", f"has {len(labels)} entries; a reward model or critic has 1")
         return True
 
-    def _refuse_unsupported(self) -> None:
+    def _refuse_unsupported(self, family: Family) -> None:
         if self._raw.get("hidden_act", "silu") != "silu":
             raise self._error("hidden_act", f"is {self._raw['hidden_act']!r}; only 'silu' is supported")
         for name in ("attention_bias", "mlp_bias"):
             if self._raw.get(name):
                 raise self._error(name, "is true; biases beyond Qwen2's query, key and value are not supported")
-        if self._raw.get("use_sliding_window") or (
-            self._raw.get("model_type") == "llama" and self._raw.get("sliding_window")
-        ):
-            raise self._error(
-                "sliding_window", f"is {self._raw.get('sliding_window')}; only full attention is supported"
-            )
+        window = self._raw.get("sliding_window", family.default_window)
+        if window and (family.window_counts or self._raw.get("use_sliding_window")):
+            raise self._error("sliding_window", f"is {window}; only full attention is supported")
         kinds = self._raw.get("layer_types")
         if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
             raise self._error("layer_types", f"has {sorted(set(kinds))}; only 'full_attention' is supported")
@@ -346,20 +347,6 @@ class _Reader:
             raise self._error("attention_dropout", "is not 0; dropout is not supported")
         if self._raw.get("quantization_config"):
             raise self._error("quantization_config", "is set; load unquantised weights")
-
-    def _rope_theta(self) -> float:
-        for name in ("rope_parameters", "rope_scaling"):
-            value = self._raw.get(name)
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                raise self._error(name, f"is {value!r}; expected an object")
-            kind = value.get("rope_type", value.get("type", "default"))
-            if kind != "default":
-                raise self._error(name, f"has rope_type {kind!r}; only 'default' (no scaling) is supported")
-            if "rope_theta" in value:
-                return _number(value["rope_theta"], self._error(f"{name}.rope_theta", f"is {value['rope_theta']!r}"))
-        return self._float("rope_theta", 10000.0)
 
     def _int(self, name: str, default: int | None = None) -> int:
         value = self._raw.get(name)

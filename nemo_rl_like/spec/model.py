@@ -2,19 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
 
 DType = Literal["float32", "bfloat16"]
+Stretch = Annotated[float, Field(ge=1)]
+
+
+class LinearRope(Spec):
+    """Every position counts 1 / factor (Chen et al. 2023, arXiv 2306.15595)."""
+
+    kind: Literal["linear"] = "linear"
+    """Stretching."""
+    factor: Stretch
+    """New context / trained context."""
+
+
+class Llama3Rope(Spec):
+    """Long waves are stretched, short ones stay (Llama 3.1)."""
+
+    kind: Literal["llama3"] = "llama3"
+    """Stretching."""
+    factor: Stretch
+    """By how much the long waves are stretched."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Waves that fit less often into the trained context are stretched by the whole factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Waves that fit more often into it stay."""
+    original_positions: PositiveInt
+    """Trained context, in tokens."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Llama3Rope:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"`low_freq_factor` is {self.low_freq_factor}, must be below `high_freq_factor` ({self.high_freq_factor})"
+            )
+        return self
+
+
+class YarnRope(Spec):
+    """Long waves are stretched, short ones stay, and attention is sharpened (YaRN, Peng et al. 2023, arXiv 2309.00071)."""
+
+    kind: Literal["yarn"] = "yarn"
+    """Stretching."""
+    factor: Stretch
+    """New context / trained context."""
+    original_positions: PositiveInt
+    """Trained context, in tokens."""
+    beta_fast: PositiveFloat = 32.0
+    """Waves that fit more often into the trained context stay."""
+    beta_slow: PositiveFloat = 1.0
+    """Waves that fit less often into it are stretched by the whole factor."""
+    attention_factor: PositiveFloat | None = None
+    """Factor of cosines and sines; default: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Round the bounds of the ramp between the two to whole pairs of channels."""
+
+
+RopeScalingSpec = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
 class ModelInitSpec(Spec):
     """A model made from scratch."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     """Architecture family."""
     hidden_size: PositiveInt = 192
     """Width of the residual stream, in channels."""
@@ -60,6 +115,10 @@ class ModelSpec(Spec):
     """Make the model from scratch instead of reading `path`."""
     tokenizer: TokenizerSpec | None = None
     """Tokenizer; default: the one in `path`."""
+    rope_scaling: RopeScalingSpec | None = None
+    """Stretch rotary positions to a longer context; default: as the model's config.json says."""
+    max_positions: PositiveInt | None = None
+    """Longest context with `rope_scaling`, in tokens; default: the model's trained context times the factor."""
     dtype: DType = "float32"
     """Parameter and activation type."""
 
@@ -67,6 +126,10 @@ class ModelSpec(Spec):
     def _one_source(self) -> ModelSpec:
         if (self.path is None) == (self.init is None):
             raise ValueError("give exactly one of `path` and `init`")
+        if self.max_positions is not None and self.rope_scaling is None:
+            raise ValueError(
+                "`max_positions` goes with `rope_scaling`; give both, or leave it out (`init` has its own)"
+            )
         if self.init is not None and self.tokenizer is None:
             raise ValueError("a model from scratch (`init`) needs `tokenizer`")
         return self

@@ -16,7 +16,7 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.rollout.runner import check_prompt_length
@@ -113,8 +113,10 @@ def renderer_of(spec: ExperimentSpec) -> Renderer:
 def config_of(spec: ExperimentSpec) -> ModelConfig:
     """The shape of the model that the spec names. Raises InputError."""
     if spec.model.init is None:
-        return ModelConfig.from_hf_folder(_model_folder(spec))
-    return ModelConfig.from_init(spec.model.init, len(renderer_of(spec).tokenizer))
+        found = ModelConfig.from_hf_folder(_model_folder(spec))
+    else:
+        found = ModelConfig.from_init(spec.model.init, len(renderer_of(spec).tokenizer))
+    return stretched(found, spec.model.rope_scaling, spec.model.max_positions)
 
 
 def _model_folder(spec: ExperimentSpec) -> Path:

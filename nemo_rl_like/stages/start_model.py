@@ -12,7 +12,7 @@ from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import make_tokenizer
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SINGLE
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.store import copy_side_files
@@ -58,9 +58,9 @@ def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifac
     if model.init is not None:
         return _from_scratch(spec, folder / BASE)
     source = Path(str(model.path))
-    if model.tokenizer is None:
+    if model.tokenizer is None and model.rope_scaling is None:
         return _found(source)
-    return _with_tokenizer(spec, source, folder / BASE)
+    return _changed(spec, source, folder / BASE)
 
 
 def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
@@ -75,7 +75,8 @@ def _found(folder: Path) -> StartModel:
 def _from_scratch(spec: ExperimentSpec, folder: Path) -> StartModel:
     assert spec.model.init is not None and spec.model.tokenizer is not None  # the spec's own rules
     tokenizer = make_tokenizer(spec.model.tokenizer)
-    raw = ModelConfig.from_init(spec.model.init, len(tokenizer)).to_hf_dict(spec.model.dtype)
+    made = ModelConfig.from_init(spec.model.init, len(tokenizer))
+    raw = stretched(made, spec.model.rope_scaling, spec.model.max_positions).to_hf_dict(spec.model.dtype)
     raw |= {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -89,12 +90,18 @@ def _from_scratch(spec: ExperimentSpec, folder: Path) -> StartModel:
     return StartModel(folder, spec.seed, ModelConfig.from_hf_folder(folder))
 
 
-def _with_tokenizer(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
-    """The source's configuration and weights (linked, not copied) beside another tokenizer."""
-    assert spec.model.tokenizer is not None
+def _changed(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
+    """The source's configuration and weights (linked, not copied) with another tokenizer or stretched positions."""
+    model = spec.model
     folder.mkdir(parents=True, exist_ok=True)
     copy_side_files(source, folder)
-    make_tokenizer(spec.model.tokenizer).save_pretrained(str(folder))
+    if model.tokenizer is not None:
+        make_tokenizer(model.tokenizer).save_pretrained(str(folder))
+    if model.rope_scaling is not None:
+        config = stretched(ModelConfig.from_hf_folder(source), model.rope_scaling, model.max_positions)
+        file = folder / "config.json"
+        raw = {**json.loads(file.read_text(encoding="utf-8")), **config.positions_to_hf_dict()}
+        file.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     for file in source.iterdir():
         if file.suffix == ".safetensors" or file.name in (INDEX, SINGLE):
             link = folder / file.name

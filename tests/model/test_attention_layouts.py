@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_like.model.attention import AttentionLayout, Rotary, rotary_frequencies, rotary_of, rotate
+from nemo_rl_like.model.attention import AttentionLayout, Rotary, rotary_of, rotate
 from nemo_rl_like.model.attention_layouts import (
     CausalLayout,
     PackedLayout,
@@ -15,6 +15,7 @@ from nemo_rl_like.model.attention_layouts import (
     SharedPrefixLayout,
     similar_lengths,
 )
+from nemo_rl_like.model.rope import rotary_frequencies
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.hf_config import ARCHITECTURES, ModelConfig
+from nemo_rl_like.model.families import FAMILIES
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.spec.model import ModelInitSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
@@ -42,12 +43,14 @@ def test_the_older_rope_theta_is_read_too() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'; supported are llama, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'; supported are llama, mistral, qwen2, qwen3"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_parameters has rope_type 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_parameters.rope_type is 'dynamic'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope_scaling.rope_type"),
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window is 128"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"model_type": "mistral", "architectures": None}, "sliding_window is 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -88,7 +91,7 @@ def test_a_layout_that_does_not_divide_the_model_says_which_do() -> None:
 def test_the_vocabulary_is_padded_to_the_ranks() -> None:
     shape = ModelConfig.from_hf_dict({**BASE, "vocab_size": 131})
     assert [shape.padded_vocab(tp) for tp in (1, 2, 3)] == [131, 132, 132]
-    assert set(ARCHITECTURES) == {"llama", "qwen2", "qwen3"}
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def test_a_classifier_of_one_label_has_a_score_head_and_no_logits() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_like.model.attention import Rotary, rotary_frequencies, rotary_of, rotate
+from nemo_rl_like.model.attention import Rotary, rotary_of, rotate
 from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import hidden_states
 from nemo_rl_like.model.heads import OutputHead, output_head, token_logprobs
@@ -17,6 +17,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import plan_microbatches
 from nemo_rl_like.model.local_layers import _Linear, _RmsNorm, _SplitHeads, _SwiGlu
+from nemo_rl_like.model.rope import rotary_frequencies
 from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 

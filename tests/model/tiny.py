@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,7 +24,7 @@ from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 VOCAB = 131
 """Odd, so that two tensor-parallel ranks need padding."""
-FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3")
+FAMILIES = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -41,6 +43,8 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     if family.startswith("llama"):
         model = LlamaForCausalLM(LlamaConfig(**_SHAPE, head_dim=16, tie_word_embeddings=family == "llama_tied"))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**_SHAPE, head_dim=16, sliding_window=None))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
     else:

@@ -1,0 +1,17 @@
+"""The model families: one small file each, found by their names in a Hugging Face `config.json`.
+
+A new one that differs in what `Family` knows is a file that defines `FAMILY`, named in `_MODULES`, and a tiny model of it in tests/model/tiny.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nemo_rl_like.model.families import llama, mistral, qwen2, qwen3
+from nemo_rl_like.model.families.family import Family
+
+_MODULES = (llama, mistral, qwen2, qwen3)
+FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+"""By `model_type`."""
+
+__all__ = ["FAMILIES", "Family"]

@@ -1,0 +1,33 @@
+"""What makes a family of dense decoders differ from the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped-query attention."""
+
+    model_type: str
+    """Name in config.json."""
+    architecture: str
+    """Hugging Face's class that ends in logits."""
+    qkv_bias: bool = False
+    """The query, key and value projections have a bias."""
+    qk_norm: bool = False
+    """Queries and keys pass an RMSNorm of their own."""
+    window_counts: bool = True
+    """A `sliding_window` in config.json is attended within; False: only with `use_sliding_window: true` (Qwen)."""
+    default_window: int | None = None
+    """`sliding_window` of a config.json that does not say."""
+    norm_eps: float = 1e-6
+    """Epsilon of every RMSNorm where config.json gives none."""
+    written: Mapping[str, object] = field(default_factory=dict)
+    """Further keys of a config.json that this package writes."""
+
+    @property
+    def score_architecture(self) -> str:
+        """The same model with one number a token in the place of logits: reward models and critics."""
+        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")

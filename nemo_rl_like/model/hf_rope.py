@@ -1,0 +1,96 @@
+"""Rotary positions in a Hugging Face `config.json`: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.spec.model import LinearRope, Llama3Rope, RopeScalingSpec, YarnRope
+
+_BLOCKS = ("rope_parameters", "rope_scaling")
+_ORIGINAL = "original_max_position_embeddings"
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class RopeReader:
+    """Reads what a config says of rotary positions. Raises InputError naming the field."""
+
+    def __init__(self, raw: Mapping[str, object], source: str) -> None:
+        self._raw, self._source = raw, source
+        self._name, self._block = self._found()
+
+    def theta(self) -> float:
+        """Base of the frequencies."""
+        value = self._block.get("rope_theta", self._raw.get("rope_theta"))
+        return 10000.0 if value is None else self._number("rope_theta", value)
+
+    def scaling(self, max_positions: int) -> RopeScalingSpec | None:
+        """How positions are stretched; `max_positions` is the config's own context, where the block names no trained one."""
+        kind = self._block.get("rope_type", self._block.get("type", "default"))
+        if kind == "default":
+            return None
+        if kind not in _KINDS:
+            raise self._error("rope_type", f"is {kind!r}; supported are {', '.join(_KINDS)}")
+        original = int(self._number(_ORIGINAL, self._block.get(_ORIGINAL, self._raw.get(_ORIGINAL, max_positions))))
+        try:
+            if kind == "linear":
+                return LinearRope(factor=self._factor())
+            if kind == "llama3":
+                named = self._given("low_freq_factor", "high_freq_factor")
+                return Llama3Rope(factor=self._factor(), original_positions=original, **named)
+            more = self._given("beta_fast", "beta_slow", "attention_factor", "truncate")
+            if "attention_factor" not in more:
+                more |= self._two_scales()
+            return YarnRope(factor=self._factor(max_positions / original), original_positions=original, **more)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise self._error(".".join(str(part) for part in first["loc"]) or kind, first["msg"]) from error
+
+    def _found(self) -> tuple[str, Mapping[str, object]]:
+        for name in _BLOCKS:
+            value = self._raw.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, Mapping):
+                raise InputError(f"{self._source}: {name} is {value!r}; expected an object")
+            return name, value
+        return _BLOCKS[0], {}
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: self._block[name] for name in names if self._block.get(name) is not None}
+
+    def _factor(self, default: float | None = None) -> float:
+        value = self._block.get("factor")
+        return self._number("factor", default if value is None else value)
+
+    def _two_scales(self) -> dict[str, float]:
+        """DeepSeek's way to say `attention_factor`: the quotient of two scales."""
+        over, under = (self._block.get(name) for name in ("mscale", "mscale_all_dim"))
+        if not over or not under:
+            return {}
+        log = math.log(max(1.0, self._factor()))
+        upper, lower = (0.1 * self._number(n, v) * log + 1.0 for n, v in (("mscale", over), ("mscale_all_dim", under)))
+        return {"attention_factor": upper / lower}
+
+    def _number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(name, f"is {value!r}; expected a number")
+        return float(value)
+
+    def _error(self, name: str, what: str) -> InputError:
+        return InputError(f"{self._source}: {self._name}.{name} {what}")
+
+
+def rope_to_hf_dict(theta: float, scaling: RopeScalingSpec | None) -> dict[str, object]:
+    """The part of a config.json that says how positions turn, for transformers 4 and 5."""
+    if scaling is None:
+        return {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
+    values = scaling.model_dump(exclude={"kind"}, exclude_none=True)
+    if "original_positions" in values:
+        values[_ORIGINAL] = values.pop("original_positions")
+    block = {"rope_type": scaling.kind, **values}
+    return {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, **block}, "rope_scaling": block}

@@ -1,0 +1,59 @@
+"""Frequencies of rotary positions, plain and stretched to contexts longer than the trained one.
+
+f_i = theta^(-2i / d) is the angle that dimension pair i turns by a position (Su et al. 2021, arXiv 2104.09864, eq. 15); its wavelength is 2 pi / f_i.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.spec.model import LinearRope, Llama3Rope, RopeScalingSpec, YarnRope
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScalingSpec | None = None) -> Tensor:
+    """float32 [head_dim / 2], in radians per position."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (theta**exponent)
+    if scaling is None:
+        return plain
+    if isinstance(scaling, LinearRope):
+        return plain / scaling.factor
+    return _llama3(plain, scaling) if isinstance(scaling, Llama3Rope) else _yarn(plain, head_dim, theta, scaling)
+
+
+def rotary_amplitude(scaling: RopeScalingSpec | None) -> float:
+    """Factor of cosines and sines: YaRN's temperature, 0.1 ln(factor) + 1 unless given (Peng et al. 2023, arXiv 2309.00071, eq. 22)."""
+    if not isinstance(scaling, YarnRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def _llama3(plain: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Long waves are stretched by the factor, short ones stay, and between them the share that stays goes linearly with positions / wavelength
+    (Llama 3.1's release, 2024)."""
+    turns = scaling.original_positions * plain / (2 * math.pi)  # of each pair over the trained context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    stays = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return stays * plain + (1 - stays) * plain / scaling.factor
+
+
+def _yarn(plain: Tensor, head_dim: int, theta: float, scaling: YarnRope) -> Tensor:
+    """Pairs that turn more than `beta_fast` times over the trained context stay, those below `beta_slow` turns are stretched, with a linear ramp
+    over the pairs between (Peng et al. 2023, arXiv 2309.00071, sec. 3.2)."""
+
+    def pair_of(turns: float) -> float:
+        """Index of the pair that turns so often over the trained context."""
+        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first if last != first else 1e-3
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return stretched * plain / scaling.factor + (1 - stretched) * plain
