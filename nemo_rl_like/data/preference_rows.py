@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.messages import Message
 from nemo_rl_like.data.preferences import Judged, Pair
 from nemo_rl_like.data.render import Renderer, TrainedText
-from nemo_rl_like.data.trained_rows import TooLong, TrainedRows, fits, row_of, texts_of
-from nemo_rl_like.tokens.batch import Row
+from nemo_rl_like.data.trained_rows import RowCollector, TooLong, TrainedRows, row_of, texts_of
 
 
 def pair_rows(pairs: Sequence[Pair], renderer: Renderer, *, max_tokens: int, too_long: TooLong = "drop") -> TrainedRows:
@@ -20,14 +18,14 @@ def pair_rows(pairs: Sequence[Pair], renderer: Renderer, *, max_tokens: int, too
     Raises:
         InputError: a row is too long and `too_long` is `refuse`; or the template does not fit.
     """
-    made = _Rows()
+    made = RowCollector(max_tokens, too_long)
     for index, pair in enumerate(pairs):
         sides = [texts_of((*pair.prompt, *side), renderer, len(pair.prompt)) for side in (pair.chosen, pair.rejected)]
-        if not made.takes(sides, max_tokens, too_long, f"{pair.where}: the conversation"):
+        if not made.takes(sides, pair.where):
             continue
         margin = {} if pair.margin is None else {"margin": pair.margin}
         for side, texts in enumerate(sides):
-            made.add(texts, group_id=index, episode_id=2 * index + side, chosen=float(side == 0), **margin)
+            _add(made, texts, group_id=index, episode_id=2 * index + side, chosen=float(side == 0), **margin)
     return made.done()
 
 
@@ -42,11 +40,11 @@ def judged_rows(
     Raises:
         InputError: all samples have one prompt; a row is too long and `too_long` is `refuse`; or the template does not fit.
     """
-    made = _Rows()
+    made = RowCollector(max_tokens, too_long)
     kept: list[tuple[Judged, list[TrainedText]]] = []
     for example in examples:
         texts = texts_of((*example.prompt, *example.completion), renderer, len(example.prompt))
-        if made.takes([texts], max_tokens, too_long, f"{example.where}: the conversation"):
+        if made.takes([texts], example.where):
             kept.append((example, texts))
     samples = [example for example, _ in kept]
     for index, (example, texts) in enumerate(kept):
@@ -55,8 +53,8 @@ def judged_rows(
             made.long += 1
             continue
         chosen = float(example.desirable)
-        made.add(texts, group_id=index, episode_id=index, chosen=chosen, mismatched=0.0)
-        made.add(mismatched, group_id=index, episode_id=len(kept) + index, chosen=chosen, mismatched=1.0)
+        _add(made, texts, group_id=index, episode_id=index, chosen=chosen, mismatched=0.0)
+        _add(made, mismatched, group_id=index, episode_id=len(kept) + index, chosen=chosen, mismatched=1.0)
     return made.done()
 
 
@@ -84,32 +82,7 @@ def _mismatched(index: int, samples: Sequence[Judged], renderer: Renderer, max_t
     return None
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Rows so far; those of equal prompt tokens share a prompt id."""
-
-    rows: list[Row] = field(default_factory=list)
-    untrained: int = 0
-    long: int = 0
-    _prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-    def takes(self, sides: Sequence[Sequence[TrainedText]], max_tokens: int, too_long: TooLong, what: str) -> bool:
-        """Whether an example of these completions can be trained; counts it if not."""
-        if not all(sides):
-            self.untrained += 1
-            return False
-        if not all(fits(text, max_tokens, too_long, what) for texts in sides for text in texts):
-            self.long += 1
-            return False
-        return True
-
-    def add(self, texts: Sequence[TrainedText], *, group_id: int, episode_id: int, **columns: float) -> None:
-        """The rows of one completion."""
-        for text in texts:
-            row = row_of(text, prompt_id=0, group_id=group_id, episode_id=episode_id, columns=columns)
-            prompt_id = self._prompts.setdefault(tuple(row.tokens[: row.prompt_len]), len(self._prompts))
-            self.rows.append(replace(row, prompt_id=prompt_id))
-
-    def done(self) -> TrainedRows:
-        """What was made of the examples."""
-        return TrainedRows(tuple(self.rows), self.untrained, self.long)
+def _add(made: RowCollector, texts: Sequence[TrainedText], *, group_id: int, episode_id: int, **columns: float) -> None:
+    """The rows of one completion."""
+    for text in texts:
+        made.add(row_of(text, prompt_id=0, group_id=group_id, episode_id=episode_id, columns=columns))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.messages import Message
 from nemo_rl_like.data.preferences import Pair
 from nemo_rl_like.data.ratings import Rated, Stepwise
 from nemo_rl_like.data.render import Renderer, TrainedText
-from nemo_rl_like.data.trained_rows import TooLong, TrainedRows, fits, texts_of
+from nemo_rl_like.data.trained_rows import RowCollector, TooLong, TrainedRows, texts_of
 from nemo_rl_like.tokens.batch import Row
 from nemo_rl_like.tokens.scored import scored_row, step_places
 
@@ -23,14 +22,15 @@ def pair_score_rows(
     A pair with a side that is too long or has no assistant message is left out whole.
     Raises InputError: a row is too long and `too_long` is `refuse`; or the template does not fit.
     """
-    made = _ScoreRows(renderer, max_tokens, too_long)
+    made = _collector(max_tokens, too_long)
     for index, pair in enumerate(pairs):
-        sides = [made.text((*pair.prompt, *side), len(pair.prompt)) for side in (pair.chosen, pair.rejected)]
+        sides = [_scored((*pair.prompt, *side), renderer, len(pair.prompt)) for side in (pair.chosen, pair.rejected)]
         if not made.takes(sides, pair.where):
             continue
         margin = {} if pair.margin is None else {"margin": pair.margin}
-        for side, text in enumerate(sides):
-            made.add(text, group_id=index, episode_id=2 * index + side, columns={"chosen": float(side == 0), **margin})
+        for side, (text,) in enumerate(sides):
+            columns = {"chosen": float(side == 0), **margin}
+            made.add(_row(text, group_id=index, episode_id=2 * index + side, columns=columns))
     return made.done()
 
 
@@ -38,11 +38,11 @@ def rated_rows(
     examples: Sequence[Rated], renderer: Renderer, *, max_tokens: int, too_long: TooLong = "drop"
 ) -> TrainedRows:
     """A row of each completion with its rating in the extra `target`. Raises as `pair_score_rows`."""
-    made = _ScoreRows(renderer, max_tokens, too_long)
+    made = _collector(max_tokens, too_long)
     for index, example in enumerate(examples):
-        text = made.text((*example.prompt, *example.completion), len(example.prompt))
-        if made.takes([text], example.where):
-            made.add(text, group_id=index, episode_id=index, targets=(example.score,))
+        side = _scored((*example.prompt, *example.completion), renderer, len(example.prompt))
+        if made.takes([side], example.where):
+            made.add(_row(side[0], group_id=index, episode_id=index, targets=(example.score,)))
     return made.done()
 
 
@@ -58,13 +58,13 @@ def stepwise_rows(
 
     Raises InputError as `pair_score_rows`, and if the tokenizer puts the separator and what follows it into one token.
     """
-    made = _ScoreRows(renderer, max_tokens, too_long)
+    made = _collector(max_tokens, too_long)
     enders = renderer.ids_ending_with(separator)
     for index, example in enumerate(examples):
-        text = made.text((*example.prompt, *example.completion(separator)), len(example.prompt))
-        if made.takes([text], example.where):
-            places = _step_places(text, example, enders, separator)
-            made.add(text, group_id=index, episode_id=index, places=places, targets=example.labels)
+        side = _scored((*example.prompt, *example.completion(separator)), renderer, len(example.prompt))
+        if made.takes([side], example.where):
+            places = _step_places(side[0], example, enders, separator)
+            made.add(_row(side[0], group_id=index, episode_id=index, places=places, targets=example.labels))
     return made.done()
 
 
@@ -78,63 +78,38 @@ def _step_places(text: TrainedText, example: Stepwise, enders: Set[int], separat
     return places
 
 
-@dataclass(slots=True)
-class _ScoreRows:
-    """Rows so far; those of equal prompt tokens share a prompt id."""
+def _collector(max_tokens: int, too_long: TooLong) -> RowCollector:
+    """A row has one token more than its text: the place behind its end."""
+    return RowCollector(max_tokens - 1, too_long)
 
-    renderer: Renderer
-    max_tokens: int
-    too_long: TooLong
-    rows: list[Row] = field(default_factory=list)
-    untrained: int = 0
-    long: int = 0
-    _prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def text(self, messages: Sequence[Message], first: int) -> TrainedText:
-        """The conversation up to the last token that the assistant writes, as a rollout would have ended it; empty without one."""
-        texts = texts_of(messages, self.renderer, first)
-        if not texts:
-            return TrainedText((), (), ())
-        whole = texts[-1]
-        end = len(whole.mask) - whole.mask[::-1].index(True)
-        return TrainedText(whole.ids[:end], whole.mask[:end], whole.weights[:end])
+def _scored(messages: Sequence[Message], renderer: Renderer, first: int) -> list[TrainedText]:
+    """The conversation up to the last token that the assistant writes, as a rollout would have ended it; nothing without one."""
+    texts = texts_of(messages, renderer, first)
+    if not texts:
+        return []
+    whole = texts[-1]
+    end = len(whole.mask) - whole.mask[::-1].index(True)
+    return [TrainedText(whole.ids[:end], whole.mask[:end], whole.weights[:end])]
 
-    def takes(self, texts: Sequence[TrainedText], where: str) -> bool:
-        """Whether an example of these texts can be scored; counts it if not."""
-        if not all(text.ids for text in texts):
-            self.untrained += 1
-            return False
-        # One token more than the text: the place behind its end.
-        limit = self.max_tokens - 1
-        if not all(fits(text, limit, self.too_long, f"{where}: the conversation") for text in texts):
-            self.long += 1
-            return False
-        return True
 
-    def add(
-        self,
-        text: TrainedText,
-        *,
-        group_id: int,
-        episode_id: int,
-        places: Sequence[int] | None = None,
-        targets: Sequence[float] | None = None,
-        columns: Mapping[str, float] | None = None,
-    ) -> None:
-        """The row of one text, scored at its end unless `places` are given."""
-        prompt = text.ids[: text.mask.index(True)]
-        row = scored_row(
-            text.ids,
-            places if places is not None else (len(text.ids) - 1,),
-            prompt_len=len(prompt),
-            prompt_id=self._prompts.setdefault(prompt, len(self._prompts)),
-            group_id=group_id,
-            episode_id=episode_id,
-            targets=targets,
-            columns=columns,
-        )
-        self.rows.append(row)
-
-    def done(self) -> TrainedRows:
-        """What was made of the examples."""
-        return TrainedRows(tuple(self.rows), self.untrained, self.long)
+def _row(
+    text: TrainedText,
+    *,
+    group_id: int,
+    episode_id: int,
+    places: Sequence[int] | None = None,
+    targets: Sequence[float] | None = None,
+    columns: Mapping[str, float] | None = None,
+) -> Row:
+    """The row of one text, scored at its end unless `places` are given."""
+    return scored_row(
+        text.ids,
+        places if places is not None else (len(text.ids) - 1,),
+        prompt_len=text.mask.index(True),
+        prompt_id=0,
+        group_id=group_id,
+        episode_id=episode_id,
+        targets=targets,
+        columns=columns,
+    )

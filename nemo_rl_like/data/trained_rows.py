@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nemo_rl_like.artifacts.errors import InputError
@@ -70,3 +70,38 @@ def row_of(
         columns=columns or {},
         extras={"weight": text.weights} if weighted else {},
     )
+
+
+@dataclass(slots=True)
+class RowCollector:
+    """Rows of examples that are taken whole or not at all; those of equal prompt tokens share a prompt id."""
+
+    max_tokens: int
+    """Longest text, in tokens."""
+    too_long: TooLong
+    rows: list[Row] = field(default_factory=list)
+    untrained: int = 0
+    """Examples without a token to train, so far."""
+    long: int = 0
+    """Examples with a text that is too long, so far."""
+    _prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def takes(self, sides: Sequence[Sequence[TrainedText]], where: str) -> bool:
+        """Whether an example with these texts on each of its sides can be trained; counts it if not. Raises InputError as `fits`."""
+        if not all(sides):
+            self.untrained += 1
+            return False
+        texts = [text for side in sides for text in side]
+        if not all(fits(text, self.max_tokens, self.too_long, f"{where}: the conversation") for text in texts):
+            self.long += 1
+            return False
+        return True
+
+    def add(self, row: Row) -> None:
+        """Keep a row, with the number of its prompt."""
+        prompt_id = self._prompts.setdefault(tuple(row.tokens[: row.prompt_len]), len(self._prompts))
+        self.rows.append(replace(row, prompt_id=prompt_id))
+
+    def done(self) -> TrainedRows:
+        """What was made of the examples."""
+        return TrainedRows(tuple(self.rows), self.untrained, self.long)

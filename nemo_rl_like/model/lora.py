@@ -23,7 +23,7 @@ from nemo_rl_like.model.mcore import (
     parallel_state,
     reduce_from_tensor_model_parallel_region,
 )
-from nemo_rl_like.model.scratch import generator_of
+from nemo_rl_like.model.scratch import DrawnReader
 from nemo_rl_like.model.weight_map import ADAPTER, Entry, WeightMap
 from nemo_rl_like.spec.policy import LoraSpec
 
@@ -178,31 +178,18 @@ class AdapterMap(WeightMap):
         return ADAPTER in name
 
 
-class _FreshAdapters:
-    """A `TensorReader` of new adapters: A uniform within +-1 / sqrt(in), B zero."""
+class _FreshAdapters(DrawnReader):
+    """New adapters: A uniform within +-1 / sqrt(in), B zero."""
 
     def __init__(self, adapters: AdapterMap, seed: int) -> None:
-        self._shapes, self._seed = adapters.hf_shapes(), seed
+        super().__init__(adapters.hf_shapes(), seed, "new adapters")
 
-    def keys(self) -> Sequence[str]:
-        """Every tensor's name."""
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of `name`."""
-        return self._shapes[name]
-
-    def get(self, name: str) -> Tensor:
+    def draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """The tensor, float32."""
-        shape = self._shapes[name]
         if name.endswith("lora_B.weight"):
             return torch.zeros(shape)
         bound = 1 / math.sqrt(shape[1])
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator_of(self._seed, name))
-
-    def source(self, name: str) -> str:
-        """There is no file."""
-        return f"new adapters with seed {self._seed}"
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

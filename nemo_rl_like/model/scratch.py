@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,12 +14,16 @@ from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.weight_map import HEAD, SCORE, WeightMap
 
 
-class ScratchReader:
-    """A `TensorReader` whose tensors are a function of (seed, name): normal weights, norms of one, biases of zero."""
+class DrawnReader(ABC):
+    """A `TensorReader` without files: tensors are a function of (seed, name), drawn when they are read."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
-        self._std, self._seed, self._dtype = config.init_std, seed, dtype
-        self._shapes = WeightMap(config).hf_shapes()
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, what: str) -> None:
+        """`what` they are, for messages."""
+        self._shapes, self._seed, self._what = shapes, seed, what
+
+    @abstractmethod
+    def draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """The tensor, from a generator of its own."""
 
     def keys(self) -> Sequence[str]:
         """Every tensor's name."""
@@ -29,17 +34,28 @@ class ScratchReader:
         return self._shapes[name]
 
     def get(self, name: str) -> Tensor:
-        """Draw `name`, in float32, then rounded to the model's type."""
-        shape = self._shapes[name]
+        """The tensor, on the CPU."""
+        return self.draw(name, self._shapes[name], generator_of(self._seed, name))
+
+    def source(self, name: str) -> str:
+        """There is no file."""
+        return f"{self._what} with seed {self._seed}"
+
+
+class ScratchReader(DrawnReader):
+    """A model from scratch: normal weights, norms of one, biases of zero, drawn in float32 and rounded to the model's type."""
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+        super().__init__(WeightMap(config).hf_shapes(), seed, "a model from scratch")
+        self._std, self._dtype = config.init_std, dtype
+
+    def draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """The tensor, from a generator of its own."""
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype)
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=self._dtype)
-        return torch.empty(shape).normal_(0.0, self._std, generator=generator_of(self._seed, name)).to(self._dtype)
-
-    def source(self, name: str) -> str:
-        """There is no file."""
-        return f"a model from scratch with seed {self._seed}"
+        return torch.empty(shape).normal_(0.0, self._std, generator=generator).to(self._dtype)
 
 
 class FreshScoreReader:
