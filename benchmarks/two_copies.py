@@ -4,7 +4,8 @@
 
 One rank, float32, 8 prompts x 8 samples x 32 tokens, rows that share their prompts. An update with KL to the reference is a forward
 pass of the reference without gradient, then the policy's forward and backward and the optimizer; without, only the latter. Medians of
-alternating updates after one that is not counted. Bytes are those of parameters, and of what training keeps beside them.
+alternating updates after one that is not counted. With adapters (`policy.lora`) the reference is the policy without them and needs no copy: the same three
+parts are timed for that too. Bytes are those of parameters, and of what training keeps beside them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 from peer import one_rank, provenance, write_json
 
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
+from nemo_rl_like.model.lora import adapters_off
 from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
-from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.spec.policy import LoraSpec, PolicySpec
 from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
@@ -37,11 +39,16 @@ def main() -> int:
     policy, reference = (
         PolicyRank(context, folder=str(options.model), policy=PolicySpec(), dtype="float32") for _ in range(2)
     )
-    policy.start_training(OptimizerSpec(lr=1e-6), 1000)
+    adapted = PolicyRank(
+        context, folder=str(options.model), policy=PolicySpec(lora=LoraSpec()), dtype="float32", adapter_seed=1
+    )
+    for trained in (policy, adapted):
+        trained.start_training(OptimizerSpec(lr=1e-6), 1000)
     batch = make_batch()
-    seconds = _alternating(policy, reference, batch, options.updates)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = _alternating(policy, reference, batch, options.updates)
+    with_adapters = _alternating(adapted, adapted, batch, options.updates)
     parameters = _bytes(reference.model)
+    adapters = sum(p.numel() * p.element_size() for p in adapted.model.parameters() if p.requires_grad)
     result = {
         "what": f"one update of {PROMPTS} x {SAMPLES} rows of {PROMPT} + {RESPONSE} tokens, seconds; bytes of the copies",
         "seconds": {name: round(value, 3) for name, value in medians.items()},
@@ -53,6 +60,14 @@ def main() -> int:
             "gradients_and_moments": 3 * _bytes(policy.model),
             "reference_parameters": parameters,
             "second_copy_over_training_without_it": round(parameters / (4 * _bytes(policy.model)), 3),
+        },
+        "adapters": {
+            "seconds": {name: round(value, 3) for name, value in with_adapters.items()},
+            "update_over_update_of_all": round(with_adapters["update"] / medians["update"], 3),
+            "parameters": adapters,
+            "gradients_and_moments": 3 * adapters,
+            "second_copy": 0,
+            "training_with_reference_over_that_of_all": round((parameters + 4 * adapters) / (5 * parameters), 3),
         },
         "measured": provenance(options.threads),
     }
@@ -95,8 +110,8 @@ def make_batch() -> TokenBatch:
     return batch.with_extras(advantages=torch.randn(batch.tokens.numel(), generator=draw))
 
 
-def _alternating(policy: PolicyRank, reference: PolicyRank, batch: TokenBatch, updates: int) -> dict[str, list[float]]:
-    """Seconds by part; the first update of each kind is a warm-up."""
+def _alternating(policy: PolicyRank, reference: PolicyRank, batch: TokenBatch, updates: int) -> dict[str, float]:
+    """Median seconds by part; the first update of each kind is a warm-up. A policy with adapters is its own reference."""
     plain = PolicyGradient(AlgorithmSpec(), on_policy=True)
     with_kl = PolicyGradient(AlgorithmSpec.model_validate({"kl": {"coef": COEF}}), on_policy=True)
     seconds: dict[str, list[float]] = {"update": [], "reference": [], "update_with_kl": []}
@@ -110,10 +125,13 @@ def _alternating(policy: PolicyRank, reference: PolicyRank, batch: TokenBatch, u
     for _ in range(updates + 1):
         timed("update", lambda: policy.train_step(batch, None, plain))
         rows = torch.ones(batch.rows, dtype=torch.bool)
-        values = timed("reference", lambda rows=rows: reference._walk(batch, rows, Walk(1.0), training=False).logprobs)
+        with adapters_off(reference.model):
+            values = timed(
+                "reference", lambda rows=rows: reference._walk(batch, rows, Walk(1.0), training=False).logprobs
+            )
         ready = batch.with_extras(reference=values)
         timed("update_with_kl", lambda ready=ready: policy.train_step(ready, None, with_kl))
-    return {name: values[1:] for name, values in seconds.items()}
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def _bytes(model: torch.nn.Module) -> int:
