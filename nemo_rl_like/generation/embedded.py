@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.sampler import draw, seeds_tensor, uniforms
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
 from nemo_rl_like.model.decode import Decoder, SamplingDecoder
-from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.forward import MegatronModel, whole_sequences
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
@@ -73,6 +74,7 @@ class EmbeddedEngine:
         limit = model_handle.shape.max_positions
         self._max_context = min(engine.max_context or limit, limit)
         self._max_rows = engine.max_batch_rows
+        self._models: tuple[MegatronModel, ...] = (model_handle,)
         self._decoder = Decoder(model_handle)
         self._sampler: SamplingDecoder[Any] = self._decoder
         """What tokens are drawn from."""
@@ -92,18 +94,20 @@ class EmbeddedEngine:
         replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         mine = range(replica, len(requests), replicas)
         done: list[list[Completion]] = [[] for _ in requests]
-        for wave in _waves([(i, requests[i]) for i in mine], self._max_rows):
-            for row in self._decode(wave, sampling):
-                if row.stop is None:
-                    raise RuntimeError(f"a sample of request {requests[row.request].request_id!r} did not end")
-                done[row.request].append(Completion(tuple(row.ids), tuple(row.logprobs), self._version, row.stop))
+        with self._whole_sequences():
+            for wave in _waves([(i, requests[i]) for i in mine], self._max_rows):
+                for row in self._decode(wave, sampling):
+                    if row.stop is None:
+                        raise RuntimeError(f"a sample of request {requests[row.request].request_id!r} did not end")
+                    done[row.request].append(Completion(tuple(row.ids), tuple(row.logprobs), self._version, row.stop))
         return done if replicas == 1 else _exchange(done, replicas)
 
     def score(self, rows: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """For each row of n tokens, the log-probs of all but the first. See `Engine.score`."""
         for i, row in enumerate(rows):
             self._check(f"score {i}", row[:-1])
-        flat = self._decoder.score(rows)
+        with self._whole_sequences():
+            flat = self._decoder.score(rows)
         lengths = [len(row) - 1 for row in rows]
         values = self._decoder.from_last_stage(flat, (sum(lengths),), torch.float32).split(lengths)
         return [value.tolist() for value in values]
@@ -123,6 +127,13 @@ class EmbeddedEngine:
 
     def wake(self) -> None:
         """Undo `sleep`."""
+
+    @contextmanager
+    def _whole_sequences(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(whole_sequences(model))
+            yield
 
     def _check(self, name: str, prompt: Sequence[int]) -> None:
         if not 0 < len(prompt) < self._max_context:

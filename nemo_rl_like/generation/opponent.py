@@ -28,4 +28,5 @@ class OpponentEngine(EmbeddedEngine):
     ) -> None:
         super().__init__(context, model_handle=reference_handle, engine=engine)
         if isinstance(opponent, MixtureOpponent):
+            self._models = (reference_handle, policy_handle)
             self._sampler = MixedDecoder(policy_handle, reference_handle, opponent.share)

@@ -5,7 +5,10 @@ The head is applied outside (`model.heads`), on scored tokens only and in chunks
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,7 +17,13 @@ from torch.nn import functional
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotary_of
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.layouts import MicroBatch
-from nemo_rl_like.model.mcore import GPTModel, ModuleSpec, TransformerBlockSubmodules, TransformerConfig
+from nemo_rl_like.model.mcore import (
+    GPTModel,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    gather_from_sequence_parallel_region,
+)
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
 
 FP8_ALIGNMENT = 16
@@ -47,6 +56,13 @@ class MegatronModel(GPTModel):
         if shape.score_head and post_process:
             del self.output_layer
             self.score = torch.nn.Linear(shape.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        if config.sequence_parallel:
+            # Both would draw their dropout, of which there is none, from generators of CUDA's that nobody has seeded.
+            undrawn = copy.copy(config)
+            undrawn.sequence_parallel = False
+            self.decoder.config = undrawn
+            if pre_process:
+                self.embedding.config = undrawn
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
         self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
@@ -60,7 +76,8 @@ class MegatronModel(GPTModel):
         return select_places(hidden, micro_batch.predict_index)
 
     def run_stage(self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
-        """This stage's layers over tokens [b, s] -> hidden states [s, b, H], normed on the last stage.
+        """This stage's layers over tokens [b, s] -> hidden states [s, b, H], normed on the last stage; with sequence parallelism an earlier
+        stage gives this rank's part of the sequence.
 
         A stage that is not the first reads its input from `set_input_tensor`, as Megatron's schedules do.
         """
@@ -76,15 +93,42 @@ class MegatronModel(GPTModel):
             attention_mask=None,
             packed_seq_params=AttentionCall(layout, rotary, padding),
         )
-        return hidden[:-padding] if padding and self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        if (
+            self.config.sequence_parallel
+        ):  # the heads' gradients are whole on every rank, so the backward only cuts them
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[:-padding] if padding else hidden
 
     def _padding(self, input_ids: Tensor) -> int:
-        """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take."""
-        if not self.config.fp8:
-            return 0
+        """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
         rows, length = input_ids.shape
-        step = FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT)
+        step = FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT) if self.config.fp8 else 1
+        if self.config.sequence_parallel:
+            step = math.lcm(step, self.config.tensor_model_parallel_size)
         return -length % step
+
+
+@contextmanager
+def whole_sequences(model: MegatronModel) -> Iterator[None]:
+    """Inside the block no rank keeps a part of the sequence only: decoding moves too few tokens to share them."""
+    if not model.config.sequence_parallel:
+        yield
+        return
+    _share_sequences(model, False)
+    try:
+        yield
+    finally:
+        _share_sequences(model, True)
+
+
+def _share_sequences(model: MegatronModel, on: bool) -> None:
+    model.config.sequence_parallel = on
+    for module in model.modules():
+        for name in ("sequence_parallel", "reduce_scatter_embeddings"):
+            if hasattr(module, name):
+                setattr(module, name, on)
 
 
 def select_places(hidden: Tensor, index: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def stretched(config: ModelConfig, scaling: RopeScalingSpec | None, max_position
 def transformer_config(
     config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp8: Fp8Spec | None = None
 ) -> TransformerConfig:
-    """Megatron's description of the model on `layout`, without weights' initialisation and without sequence parallelism.
+    """Megatron's description of the model on `layout`, without weights' initialisation.
 
     Raises InputError if the model cannot be split that way.
     """
@@ -250,7 +250,7 @@ def transformer_config(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             num_layers_in_last_pipeline_stage=last if uneven else None,
-            sequence_parallel=False,
+            sequence_parallel=layout.sp,
             variable_seq_lengths=layout.pp > 1,
             moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, in dense models too
             batch_p2p_comm=False,

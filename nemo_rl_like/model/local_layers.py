@@ -27,6 +27,7 @@ from nemo_rl_like.model.mcore import (
     TransformerLayer,
     get_gpt_layer_local_spec,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 
 
@@ -101,23 +102,30 @@ class LocalMlp(MLP):
 
 
 class LocalColumnLinear(ColumnParallelLinear):
-    """x W^T with this rank's rows of W; the gradient of x is summed over the tensor-parallel ranks."""
+    """x W^T with this rank's rows of W; the gradient of x is summed over the tensor-parallel ranks. With sequence parallelism x is a part of
+    the sequence, gathered here."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[s, b, in] -> [s, b, out / tp]; the second value is the bias Megatron's linear may leave to its caller."""
-        out = _Linear.call(input_, self.weight, self.tp_group if self.tp_group.size() > 1 else None)
+        """[s, b, in] (or [s / tp, b, in]) -> [s, b, out / tp]; the second value is the bias Megatron's linear may leave to its caller."""
+        if self.sequence_parallel:
+            out = _GatheredLinear.call(input_, self.weight, self.tp_group)
+        else:
+            out = _Linear.call(input_, self.weight, self.tp_group if self.tp_group.size() > 1 else None)
         return (out if self.bias is None else out + self.bias), None
 
 
 class LocalRowLinear(RowParallelLinear):
-    """x W^T with this rank's columns of W and its part of x, summed over the tensor-parallel ranks."""
+    """x W^T with this rank's columns of W and its part of x, summed over the tensor-parallel ranks; with sequence parallelism each of them
+    keeps a part of the sequence."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[s, b, in / tp] -> [s, b, out]; the second value is the bias Megatron's linear may leave to its caller."""
+        """[s, b, in / tp] -> [s, b, out] (or [s / tp, b, out]); the second value is the bias Megatron's linear may leave to its caller."""
         out = _Linear.call(input_, self.weight, None)
-        if self.tp_group.size() > 1:
+        if self.sequence_parallel:
+            out = reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        elif self.tp_group.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
         return out, None
 
@@ -176,6 +184,35 @@ class _Linear(_Function):
         if summing is not None:
             summing.wait()
         return to_x, to_weight, None
+
+
+class _GatheredLinear(_Function):
+    """x W^T of x gathered along the first axis; its gradient is summed and cut again. x is kept in part and gathered once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.group = group
+        return _gathered(x, group) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        whole = grad @ weight
+        to_x = whole.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
+        summing = dist.reduce_scatter_tensor(to_x, whole.contiguous(), group=ctx.group, async_op=True)
+        to_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = _gathered(x, ctx.group).flatten(0, -2)
+            to_weight = add_product(gradient_buffer(weight), grad.flatten(0, -2), rows)
+        summing.wait()
+        return to_x, to_weight, None
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
 
 
 class _SwiGlu(_Function):

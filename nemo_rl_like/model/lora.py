@@ -20,8 +20,10 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     parallel_state,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from nemo_rl_like.model.scratch import DrawnReader
 from nemo_rl_like.model.weight_map import ADAPTER, Entry, WeightMap
@@ -56,23 +58,44 @@ class Adapter(nn.Module):
         super().__init__()
         self.parts = nn.ModuleDict(parts)
         self.enabled = True
+        self.sequence_parallel = False
+        """Whether the layer's input (or, where it is cut by columns, its output) is this rank's part of the sequence."""
         self._of: Mapping[str, LowRank] = dict(parts)
         self._rows, self._scale, self._groups, self._by_columns = dict(rows), scale, groups, by_columns
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> what is added to the layer's output [..., out]."""
+    def forward(self, x: Tensor, places: torch.Size) -> Tensor:
+        """[..., in] -> what is added to the layer's output [*places, out], which with sequence parallelism has other places."""
         deltas = []
         for name, rows in self._rows.items():
             part = self._of.get(name)
             if part is None:
-                deltas.append(x.new_zeros(*x.shape[:-1], rows))
+                deltas.append(x.new_zeros(*places, rows))
                 continue
             inner = x @ part.a.t()
-            cross = (
-                reduce_from_tensor_model_parallel_region if self._by_columns else copy_to_tensor_model_parallel_region
-            )
-            deltas.append(cross(inner) @ part.b.t())
+            deltas.append(self._across_ranks(inner) @ part.b.t())
         return self._packed(deltas) * self._scale
+
+    def share_sequences(self) -> None:
+        """Work on parts of sequences. What is whole on every rank (A, or B behind columns) then sees a part only, and Megatron sums its gradient."""
+        self.sequence_parallel = True
+        for part in self._of.values():
+            whole: Any = part.b if self._by_columns else part.a
+            whole.sequence_parallel = True
+
+    def _across_ranks(self, inner: Tensor) -> Tensor:
+        """A's output as B takes it: summed where A is cut, and with sequence parallelism gathered or cut as the layer's own output is."""
+        if self._by_columns:
+            inward = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
+        else:
+            inward = (
+                gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+            )
+        found: Tensor = inward(inner)
+        return found
 
     def weight(self) -> Tensor:
         """float32, of the layer's weight's shape on this rank: what merging adds to it."""
@@ -101,6 +124,8 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
             linear = layer.get_submodule(path)
             linear.lora = _adapter(linear.weight.shape[1], path, config, lora, model.dtype)
             linear.register_forward_hook(_add_delta)
+            if model.config.sequence_parallel:
+                linear.lora.share_sequences()
     adapters = AdapterMap(config, lora)
     adapters.mark_shards(model)
     adapters.load_hf(model, _FreshAdapters(adapters, seed))
@@ -126,7 +151,7 @@ def _add_delta(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, T
     adapter: Adapter = linear.lora
     if not adapter.enabled:
         return outputs
-    return outputs[0] + adapter(inputs[0]), outputs[1]
+    return outputs[0] + adapter(inputs[0], outputs[0].shape[:-1]), outputs[1]
 
 
 @contextmanager

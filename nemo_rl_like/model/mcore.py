@@ -23,7 +23,9 @@ with runtime.quiet():
         ColumnParallelLinear,
         RowParallelLinear,
         copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
         reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
@@ -56,6 +58,7 @@ __all__ = [
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
@@ -63,4 +66,5 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
 
@@ -19,6 +19,17 @@ class LayoutSpec(Spec):
     """Pipeline-parallel stages."""
     dp: PositiveInt = 1
     """Data-parallel ranks."""
+    sp: bool = False
+    """Sequence parallelism: each of the `tp` ranks keeps a part of the sequence between its linear layers, so that residuals and norms take
+    1 / tp of the memory."""
+
+    @model_validator(mode="after")
+    def _has_ranks_to_share(self) -> LayoutSpec:
+        if self.sp and self.tp == 1:
+            raise ValueError(
+                "`sp` shares sequences among the tensor-parallel ranks, and `tp` is 1; leave it out, or raise `tp`"
+            )
+        return self
 
 
 class Fp8Spec(Spec):

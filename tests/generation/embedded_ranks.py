@@ -66,12 +66,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(folder: Path, job: Job, tp: int, pp: int, scratch: Path) -> list[Answer]:
+def run(folder: Path, job: Job, layout: LayoutSpec, scratch: Path) -> list[Answer]:
     """Every rank's answer. A rank that fails fails the caller with its output."""
     (scratch / "job.pickle").write_bytes(pickle.dumps(job))
     port, ranks = free_port(), []
     for rank in range(WORLD):
-        task = {"rank": rank, "port": port, "folder": str(folder), "scratch": str(scratch), "tp": tp, "pp": pp}
+        task = {
+            "rank": rank,
+            "port": port,
+            "folder": str(folder),
+            "scratch": str(scratch),
+            "layout": layout.model_dump(),
+        }
         with (scratch / f"rank{rank}.log").open("wb") as log:
             command = [sys.executable, "-m", "tests.generation.embedded_ranks", json.dumps(task)]
             ranks.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}))
@@ -89,7 +95,7 @@ def run(folder: Path, job: Job, tp: int, pp: int, scratch: Path) -> list[Answer]
 def main() -> None:
     """One rank."""
     task = json.loads(sys.argv[1])
-    scratch, layout = Path(task["scratch"]), LayoutSpec(tp=task["tp"], pp=task["pp"])
+    scratch, layout = Path(task["scratch"]), LayoutSpec.model_validate(task["layout"])
     # Unpickled classes must be those of this module's importable name, not of `__main__`.
     from tests.generation import embedded_ranks
 

@@ -178,12 +178,21 @@ def job() -> Job:
     return Job(requests(), [SAMPLING, greedy], [(*p, 1, 2, 3) for p in PROMPTS], max_batch_rows=6)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LayoutSpec(tp=2, pp=2, sp=True),
+        LayoutSpec(tp=2),
+        pytest.param(LayoutSpec(tp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param(LayoutSpec(pp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_every_rank_of_every_layout_gets_the_same_and_the_right_completions(
-    folder: Path, model: LlamaForCausalLM, engine: EmbeddedEngine, job: Job, tmp_path: Path, tp: int, pp: int
+    folder: Path, model: LlamaForCausalLM, engine: EmbeddedEngine, job: Job, tmp_path: Path, layout: LayoutSpec
 ) -> None:
     alone = [engine.generate(job.requests, sampling) for sampling in job.samplings]
-    answers = run(folder, job, tp, pp, tmp_path)
+    answers = run(folder, job, layout, tmp_path)
     assert all(answer == answers[0] for answer in answers[1:])
     for mine, theirs in zip(alone, answers[0].completions, strict=True):
         assert ids(mine) == ids(theirs)

@@ -34,8 +34,14 @@ with runtime.quiet():
 
 WORLD = 4
 TEMPERATURE = 0.8
-LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
-"""(tp, pp); the rest of the world is data parallel."""
+LAYOUTS = (
+    LayoutSpec(dp=4),
+    LayoutSpec(dp=2, tp=2),
+    LayoutSpec(dp=2, pp=2),
+    LayoutSpec(tp=2, pp=2),
+    LayoutSpec(dp=2, tp=2, sp=True),
+    LayoutSpec(tp=2, pp=2, sp=True),
+)
 KINDS: tuple[Kind, ...] = ("padded", "packed", "shared_prefix")
 
 
@@ -78,6 +84,11 @@ def run_four_ranks(folders: Mapping[str, Path], scratch: Path) -> Results:
     return Results(tensors, facts)
 
 
+def name_of(layout: LayoutSpec) -> str:
+    """A layout in a word."""
+    return f"tp{layout.tp}pp{layout.pp}" + ("sp" if layout.sp else "")
+
+
 class _Rank:
     """Runs the cases of one rank."""
 
@@ -86,12 +97,12 @@ class _Rank:
         self.tensors: dict[str, Tensor] = {}
         self.facts: dict[str, bool | int] = {}
 
-    def family(self, family: str, folder: Path, tp: int, pp: int) -> None:
+    def family(self, family: str, folder: Path, layout: LayoutSpec) -> None:
         """Logits, round trip, log-probs, gradients and scattered moments of one family in one layout."""
-        config, case = ModelConfig.from_hf_folder(folder), f"{family}/tp{tp}pp{pp}"
+        config, case = ModelConfig.from_hf_folder(folder), f"{family}/{name_of(layout)}"
         weight_map = WeightMap(config)
         with SafetensorsReader(folder) as reader:
-            model = build_model(config, LayoutSpec(tp=tp, pp=pp), torch.float32, weights=reader)
+            model = build_model(config, layout, torch.float32, weights=reader)
             logits = row_logits(model, [list(range(40)), [3, 1, 4], [7]])
             if logits is not None and parallel_state.get_data_parallel_rank() == 0:
                 self.tensors[f"{case}/logits"] = torch.cat(logits)
@@ -101,13 +112,13 @@ class _Rank:
                 self._train(f"{case}/{kind}{budget}", model, weight_map, kind, budget)
         self.facts[f"{case}/moments"] = self._moments_return(case.replace("/", "-"), model, weight_map)
 
-    def scratch_model(self, folder: Path, tp: int, pp: int) -> None:
+    def scratch_model(self, folder: Path, layout: LayoutSpec) -> None:
         """A model from a seed, exported."""
         config = ModelConfig.from_hf_folder(folder)
-        model = build_model(config, LayoutSpec(tp=tp, pp=pp), torch.float32, seed=11)
+        model = build_model(config, layout, torch.float32, seed=11)
         for name, tensor in WeightMap(config).iter_hf(model):
             if tensor is not None:
-                self.tensors[f"scratch/tp{tp}pp{pp}/{name}"] = tensor.clone()
+                self.tensors[f"scratch/{name_of(layout)}/{name}"] = tensor.clone()
 
     def _train(self, case: str, model: MegatronModel, weight_map: WeightMap, kind: Kind, budget: int) -> None:
         batch = tiny.make_batch()
@@ -116,7 +127,13 @@ class _Rank:
             batch, range(batch.rows), dp_size=dp_size, dp_rank=dp_rank, kind=kind, token_budget=budget
         )
         self.facts[f"{case}/passes"] = len(passes)
+        widths: list[int] = []
+        hook = model.decoder.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: widths.append(kwargs["hidden_states"].shape[0]), with_kwargs=True
+        )
         flat = run_schedule(model, batch, passes)
+        hook.remove()
+        self.facts[f"{case}/widest"] = max(widths)
         if parallel_state.get_tensor_model_parallel_rank() != 0 or not model.post_process:
             flat.zero_()
         dist.all_reduce(flat)
@@ -189,11 +206,11 @@ def main(task: str) -> None:
     given = json.loads(task)
     rank, scratch = given["rank"], Path(given["scratch"])
     cases = _Rank(rank, scratch)
-    for tp, pp in LAYOUTS:
-        runtime.init_distributed(rank, WORLD, "127.0.0.1", given["port"], tp, pp, 120.0, 1)
+    for layout in LAYOUTS:
+        runtime.init_distributed(rank, WORLD, "127.0.0.1", given["port"], layout.tp, layout.pp, 120.0, 1)
         for family, folder in given["folders"].items():
-            cases.family(family, Path(folder), tp, pp)
-        cases.scratch_model(Path(given["folders"]["llama_tied"]), tp, pp)
+            cases.family(family, Path(folder), layout)
+        cases.scratch_model(Path(given["folders"]["llama_tied"]), layout)
     torch.save({"tensors": cases.tensors, "facts": cases.facts}, scratch / f"rank{rank}.pt")
     dist.barrier()
     runtime.shutdown_distributed()

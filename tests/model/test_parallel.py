@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.model import tiny
-from tests.model.parallel_rank import KINDS, LAYOUTS, TEMPERATURE, WORLD, Results
+from tests.model.parallel_rank import KINDS, LAYOUTS, TEMPERATURE, WORLD, Results, name_of
 
 pytestmark = pytest.mark.timeout(500)
-LAYOUT_NAMES = [f"tp{tp}pp{pp}" for tp, pp in LAYOUTS]
+LAYOUT_NAMES = [name_of(layout) for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
@@ -52,6 +52,12 @@ def test_round_trip_is_bit_equal_in_every_layout(four_ranks: Results, family: st
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_moments_gathered_and_scattered_come_back_bit_equal(four_ranks: Results, family: str, layout: str) -> None:
     assert all(four_ranks.facts[f"{family}/{layout}/moments/rank{rank}"] for rank in range(WORLD))
+
+
+def test_with_sequence_parallelism_a_layer_holds_half_of_the_sequence(four_ranks: Results) -> None:
+    for kind in KINDS:
+        whole, part = (four_ranks.facts[f"qwen3/{layout}/{kind}4096/widest/rank0"] for layout in ("tp2pp1", "tp2pp1sp"))
+        assert part == -(-whole // 2) < whole
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)

@@ -22,7 +22,7 @@ from tests.policy.ranks import run_ranks
 from tests.policy.test_laws import BETA1, VOCAB, make_batch, make_folder
 
 CLIP = 0.2
-LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2))
+LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True))
 
 
 def save_classifier(folder: Path) -> Path:

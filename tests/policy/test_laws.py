@@ -158,7 +158,7 @@ ONE_GROUP = [0, 1]
 TWO_RANKS = [
     *(
         PolicySpec(layout=layout, micro_batch_tokens=budget)
-        for layout in (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2))
+        for layout in (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True))
         for budget in (4096, 20)
     ),
     PolicySpec(layout=LayoutSpec(pp=2), rows="padded", micro_batch_tokens=20),
@@ -237,7 +237,7 @@ def test_a_data_parallel_rank_without_trainable_tokens_changes_nothing(
 def test_gradient_is_the_plain_one_over_four_ranks(
     folders: dict[str, Path], references: dict[str, Reference], tmp_path: Path
 ) -> None:
-    layouts = [LayoutSpec(tp=2, pp=2), LayoutSpec(dp=2, tp=2), LayoutSpec(dp=2, pp=2)]
+    layouts = [LayoutSpec(tp=2, pp=2), LayoutSpec(dp=2, tp=2), LayoutSpec(dp=2, pp=2), LayoutSpec(tp=2, pp=2, sp=True)]
     cases = [(folder, PolicySpec(layout=layout), None) for folder in folders.values() for layout in layouts]
     made = run_ranks(steps, 4, tmp_path, cases)
     for index, got in enumerate(made):

@@ -30,7 +30,7 @@ ALL = LoraSpec(rank=4, alpha=6.0)
 SOME = LoraSpec(rank=3, alpha=2.0, rslora=True, targets=("v_proj", "q_proj", "up_proj", "down_proj"))
 SECTIONS = ("weights", ADAPTER, "optimizer")
 KINDS = ("shared_prefix", "packed", "padded")
-LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2))
+LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True))
 
 
 @dataclass(frozen=True)
