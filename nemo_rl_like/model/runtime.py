@@ -154,7 +154,7 @@ def init_distributed(
     """Join the world of ranks and make Megatron's groups; ranks are row-major in (dp, pp, tp), tp fastest.
 
     `threads` are this rank's CPU threads (0: leave as they are); `timeout_s` bounds every collective, in seconds.
-    Raises InputError if tp * pp does not divide `world`. Sequence parallelism is off. A second call only remakes the
+    Raises InputError if tp * pp does not divide `world`. A second call only remakes the
     model-parallel groups for another layout of the same world, and does nothing for the same layout.
     """
     if world % (tp * pp):

@@ -12,7 +12,7 @@ from nemo_rl_like.artifacts.hashing import JSON, canonical_json, fingerprint_pat
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec
-from nemo_rl_like.spec.experiment import ExperimentSpec, StageSpec
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec, TextDataSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
@@ -66,6 +66,8 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     values = _flat("format", KEY_FORMAT) | _flat("version", nemo_rl_like.__version__) | _flat("seed", spec.seed)
     values |= _flat("stage", stage.model_dump(mode="json", exclude=_NOT_RESULTS_STAGE - export))
     values |= model_ingredients(spec)
+    if isinstance(stage, TRAINING_STAGES) and spec.policy.lora is not None:
+        values |= _flat("policy.lora", spec.policy.lora.model_dump(mode="json"))
     if uses_environment(stage) and spec.environment is not None:
         values |= _flat("environment", spec.environment.model_dump(mode="json", exclude={"processes"}))
     samples = isinstance(stage, DistillStageSpec) and stage.sampled_per_step > 0
