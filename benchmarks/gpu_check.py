@@ -44,12 +44,13 @@ from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.model import runtime
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.engine import EngineSpec
-from nemo_rl_like.spec.policy import Fp8Spec, PolicySpec
+from nemo_rl_like.spec.policy import Fp8Spec, LoraSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 Figures = dict[str, Any]
 ROWS = ("shared_prefix", "packed", "padded")
 RECIPES = ("tensorwise", "blockwise")
+ADAPTED = PolicySpec(rows="packed", lora=LoraSpec(rank=8))
 DENSE_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "B200": 2250.0}
 """bfloat16 peak without sparsity by the vendor's data sheets; the denominator of MFU, for FP8 too."""
 WARMUP, TIMED = 2, 5
@@ -151,15 +152,17 @@ def _gpu() -> dict[str, Any]:
 
 
 def reference(scratch: Path) -> Figures:
-    """The CPU's float32 steps, which the GPU's are compared with."""
+    """The CPU's float32 steps, which the GPU's are compared with, of the whole model and of adapters."""
     write_model(scratch / "small", small_config(), "float32")
     run = run_steps(scratch / "small", "float32", PolicySpec(rows="padded"), small_batch(), scratch / "cpu")
     torch.save(run, scratch / "reference.pt")
+    adapted = run_steps(scratch / "small", "float32", ADAPTED, small_batch(), scratch / "cpu-adapters")
+    torch.save(adapted, scratch / "adapters.pt")
     return {"ok": not runtime.on_cuda(), "tokens": small_batch().tokens.numel(), "entropy": run.metrics[0]["entropy"]}
 
 
-def _against_cpu(scratch: Path, dtype: str, spec: PolicySpec, name: str) -> Figures:
-    expected = torch.load(scratch / "reference.pt", weights_only=False)
+def _against_cpu(scratch: Path, dtype: str, spec: PolicySpec, name: str, reference: str = "reference") -> Figures:
+    expected = torch.load(scratch / f"{reference}.pt", weights_only=False)
     run = run_steps(scratch / "small", dtype, spec, small_batch(), scratch / name)
     return compare_runs(run, expected)
 
@@ -173,6 +176,12 @@ def float32_step(rows: Any) -> Callable[[Path], Figures]:
         return {"ok": close and found["max_entropy_diff"] <= 1e-3, **found}
 
     return run
+
+
+def adapters(scratch: Path) -> Figures:
+    """Steps of adapters are the CPU's, so the layers whose norm is not fused with the product behind it are too."""
+    found = _against_cpu(scratch, "float32", ADAPTED, "adapters", "adapters")
+    return {"ok": found["max_logprob_diff"] <= 1e-4 and found["gradient_relative_error"] <= 1e-4, **found}
 
 
 def bf16_step(rows: Any) -> Callable[[Path], Figures]:
@@ -411,8 +420,9 @@ LINES: dict[str, Line] = {
     **{f"float32_{r}": Line(float32_step(r), f"the same steps on the GPU in float32, {r} rows") for r in ROWS},
     **{f"bf16_{r}": Line(bf16_step(r), f"the same steps in bfloat16, {r} rows") for r in ROWS},
     **{f"fp8_{r}": Line(fp8_step(r), f"the same steps in FP8, recipe {r}") for r in RECIPES},
+    "adapters": Line(adapters, "steps of low-rank adapters in float32"),
     "refusals": Line(refusals, "what this GPU cannot do is refused with the reason"),
-    "families": Line(families, "Llama, Qwen2 and Qwen3 logits against transformers"),
+    "families": Line(families, "Llama, Mistral, Qwen2 and Qwen3 logits against transformers"),
     "checkpoint": Line(checkpoint, "save, load, and the next steps are the same"),
     "engine_float32": Line(engine("float32", 1e-3), "sampling log-probs against the trainer's, float32"),
     "engine_bf16": Line(engine("bfloat16", 0.3), "sampling log-probs against the trainer's, bfloat16"),

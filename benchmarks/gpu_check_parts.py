@@ -76,7 +76,7 @@ def policy(
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config.to_hf_dict(dtype)))
     seed = None if config is None else 1
-    rank = PolicyRank(one_rank(4), folder=str(folder), policy=spec, dtype=dtype, initialize=seed)
+    rank = PolicyRank(one_rank(4), folder=str(folder), policy=spec, dtype=dtype, initialize=seed, adapter_seed=1)
     if train:
         rank.start_training(_OPTIMIZER, 1000)
     return rank
@@ -126,7 +126,7 @@ def run_steps(folder: Path, dtype: DType, spec: PolicySpec, batch: TokenBatch, s
     rank, objective = policy(folder, dtype, spec, train=True), PolicyGradient(on_policy=True)
     logprobs = log_probs(rank, batch, TEMPERATURE)
     metrics = [rank.train_step(batch, None, objective, TEMPERATURE)]
-    for section in ("weights", "optimizer"):
+    for section in ("weights", "adapter", "optimizer"):
         (scratch / section).mkdir(parents=True)
     rank.save(str(scratch))
     metrics += [rank.train_step(batch, None, objective, TEMPERATURE) for _ in range(STEPS - 1)]
