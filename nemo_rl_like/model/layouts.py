@@ -7,7 +7,7 @@ scored tokens is left out.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,7 @@ from nemo_rl_like.model.attention_layouts import (
     SharedPrefixLayout,
     similar_lengths,
 )
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.tokens.batch import TokenBatch
 
 Kind = Literal["padded", "packed", "shared_prefix"]
@@ -71,10 +72,12 @@ def plan_microbatches(
     kind: Kind,
     token_budget: int,
     together: Tensor | None = None,
+    pair_cost: float = 0.0,
 ) -> list[MicroBatch]:
     """This data-parallel rank's share of `rows` (the whole minibatch's), cut into passes of at most `token_budget` tokens.
 
-    Every rank gets the same number of micro-batches, at least one; a missing one is one token with M = 0. A row (or the part of
+    Ranks get rows of similar cost: their tokens, and `pair_cost` for each pair of a token and one that it attends to, in tokens (see
+    `attention_pair_cost`). Every rank gets the same number of micro-batches, at least one; a missing one is one token with M = 0. A row (or the part of
     a prompt's group that cannot be smaller) longer than the budget makes a pass of its own. Rows of one `prompt_id` stay together
     under `shared_prefix`, and rows of one number in `together` int64 [B] under any kind. The plan is a function of the arguments alone, so ranks need not talk.
     Raises ValueError if rows of one `prompt_id` have different prompts.
@@ -83,10 +86,22 @@ def plan_microbatches(
     units = planner.units()
     if together is not None:
         units = _merged(units, together.tolist())
-    passes = [planner.passes(hand) for hand in _deal(units, dp_size)]
+    hands = [units] if dp_size == 1 else _deal(units, dp_size, lambda unit: planner.cost(unit, pair_cost))
+    passes = [planner.passes(hand) for hand in hands]
     count = max(1, max(len(p) for p in passes))
     mine = [planner.build(p) for p in passes[dp_rank]]
     return mine + [_nothing(kind)] * (count - len(mine))
+
+
+def attention_pair_cost(config: ModelConfig) -> float:
+    """What a layer computes for one pair of a token and one that it attends to, over what its matrices compute for one token.
+
+    4 heads d for the two products of a pair, 2 multiply-adds a parameter for a token; both triple in training. Norms and the output head
+    are left out: they cost as much for a token of a short row as for one of a long row.
+    """
+    width = config.heads * config.head_dim
+    projections = config.hidden_size * (2 * width + 2 * config.kv_heads * config.head_dim)
+    return 4 * width / (2 * (projections + 3 * config.hidden_size * config.intermediate_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +173,15 @@ class _Planner:
         raise ValueError(
             f"rows {rows} share prompt_id {name} but not their prompt tokens; give them prompt ids of their own"
         )
+
+    def cost(self, unit: _Unit, pair_cost: float) -> float:
+        """Tokens of the unit, and its attention in tokens."""
+        pairs = 0
+        shared = self._prompt[unit.rows[0]] if self._kind == "shared_prefix" else 0
+        for row in unit.rows:
+            own = self._length[row] - shared
+            pairs += own * shared + own * (own + 1) // 2
+        return unit.tokens + pair_cost * (pairs + shared * (shared + 1) // 2)
 
     def passes(self, units: list[_Unit]) -> list[list[_Unit]]:
         """Units of one rank -> passes that keep to the token budget."""
@@ -331,14 +355,14 @@ def _merged(units: list[_Unit], together: list[int]) -> list[_Unit]:
     return list(merged.values())
 
 
-def _deal(units: list[_Unit], ranks: int) -> list[list[_Unit]]:
-    """Longest unit first, each to the rank with the fewest tokens so far."""
+def _deal(units: list[_Unit], ranks: int, cost: Callable[[_Unit], float]) -> list[list[_Unit]]:
+    """Dearest unit first, each to the rank with the least to do so far."""
     hands: list[list[_Unit]] = [[] for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]
-    for unit in sorted(units, key=lambda unit: -unit.tokens):
-        tokens, rank = heapq.heappop(load)
+    load = [(0.0, rank) for rank in range(ranks)]
+    for price, unit in sorted(((cost(unit), unit) for unit in units), key=lambda priced: -priced[0]):
+        so_far, rank = heapq.heappop(load)
         hands[rank].append(unit)
-        heapq.heappush(load, (tokens + unit.tokens, rank))
+        heapq.heappush(load, (so_far + price, rank))
     return hands
 
 

@@ -23,7 +23,7 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head, token_logprobs, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
-from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost, plan_microbatches
 from nemo_rl_like.model.lora import add_adapters
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
@@ -264,6 +264,7 @@ class PolicyRank:
             kind=self._spec.rows,
             token_budget=self._spec.micro_batch_tokens,
             together=walk.together(batch),
+            pair_cost=attention_pair_cost(self.config),
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head
-from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost, plan_microbatches
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.top_logprobs import top_logprobs
 from nemo_rl_like.policy.ddp import Reduce, run_schedule
@@ -53,6 +53,7 @@ def top_of_batch(model: MegatronModel, batch: TokenBatch, asked: TopK, policy: P
         dp_rank=parallel_state.get_data_parallel_rank(),
         kind=policy.rows,
         token_budget=policy.micro_batch_tokens,
+        pair_cost=attention_pair_cost(model.shape),
     )
     ids = torch.zeros(batch.tokens.numel(), asked.k, dtype=torch.int32, device=device)
     logprobs = torch.zeros(batch.tokens.numel(), asked.k, dtype=torch.float32, device=device)

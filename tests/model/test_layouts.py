@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
-from nemo_rl_like.model.layouts import Kind, MicroBatch, _Rooms, plan_microbatches
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.layouts import Kind, MicroBatch, _Rooms, attention_pair_cost, plan_microbatches
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 KINDS = st.sampled_from(["padded", "packed", "shared_prefix"])
@@ -100,6 +102,38 @@ def test_data_parallel_ranks_get_similar_work() -> None:
     ]
     loads = [sum(m.input_ids.numel() for m in passes) for passes in plan(batch_rows(rows), "packed", 4, 10_000)]
     assert max(loads) <= 1.1 * min(loads)
+
+
+def row_of(length: int, number: int) -> Row:
+    return Row([1] * length, 1, [False] + [True] * (length - 1), [0.0] * length, [-1] * length, number, number, number)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed", "shared_prefix"])
+@pytest.mark.parametrize(("counted", "share"), [(0.0, (0.6, 1.0)), (1 / 50, (0.5, 0.51))])
+def test_a_long_row_counts_for_its_attention(kind: Kind, counted: float, share: tuple[float, float]) -> None:
+    """One row of 400 input tokens and 160 of 20: dealt by tokens alone, the rank of the long one has three fifths of the work."""
+    batch = batch_rows([row_of(401, 0), *(row_of(21, i) for i in range(1, 161))])
+    ranks = [
+        plan_microbatches(
+            batch, range(batch.rows), dp_size=2, dp_rank=rank, kind=kind, token_budget=10_000, pair_cost=counted
+        )
+        for rank in range(2)
+    ]
+    work = [sum(cost_of(batch, micro_batch, 1 / 50) for micro_batch in passes) for passes in ranks]
+    assert share[0] <= max(work) / sum(work) <= share[1]
+
+
+def cost_of(batch: TokenBatch, micro_batch: MicroBatch, pair_cost: float) -> float:
+    """Tokens and pairs of the rows that a pass scores."""
+    rows = set(batch.row_of_token[micro_batch.source_index].tolist())
+    lengths = [int(batch.cu_seqlens[row + 1] - batch.cu_seqlens[row]) - 1 for row in rows]
+    return sum(n + pair_cost * n * (n + 1) / 2 for n in lengths)
+
+
+def test_a_pair_costs_what_the_products_of_a_layer_say() -> None:
+    """Llama 3 8B: 4 x 4096 operations a pair, over twice the 218 million parameters of a layer."""
+    shape = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    assert attention_pair_cost(ModelConfig.from_hf_dict(shape.to_dict())) == pytest.approx(16384 / (2 * 218_103_808))
 
 
 @settings(max_examples=60, deadline=None)
