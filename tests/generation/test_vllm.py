@@ -305,14 +305,17 @@ def test_old_prefix_entries_are_never_used_by_a_newer_version(trainer: Trainer) 
 
 
 def test_an_update_while_requests_are_in_flight_is_refused(trainer: Trainer) -> None:
+    """The weights lie ready before the request starts, and that draws 48 samples to their full length: far longer than a call takes."""
+    version = trainer.engine.version + 1
+    handle = trainer.sender.publish(version, named_weights(trainer.model).items())
+    long = Sampling(max_new_tokens=120, ignore_stop=True)
+
     async def both() -> None:
-        running = asyncio.ensure_future(
-            trainer.engine.agenerate(Request("slow", (3,) * 20, (1,)), Sampling(max_new_tokens=120))
-        )
+        running = asyncio.ensure_future(trainer.engine.agenerate(Request("slow", (3,) * 20, tuple(range(48))), long))
         while not trainer.engine._running:
             await asyncio.sleep(0.001)
-        with pytest.raises(WeightSyncError, match="1 requests are in flight"):
-            await asyncio.to_thread(trainer.sync, named_weights(trainer.model))
+        with pytest.raises(WeightSyncError, match="requests are in flight"):
+            await asyncio.to_thread(trainer.engine.update_weights, version, handle)
         await running
 
     asyncio.run(both())
