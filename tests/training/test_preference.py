@@ -240,6 +240,8 @@ def test_mixing_moves_the_reference_by_its_share_and_leaves_the_policy() -> None
 class Stored:
     """A policy of one tensor."""
 
+    adapted = False
+
     def __init__(self, value: float) -> None:
         self.value = value
         self.loaded: list[tuple[Path, int | None, str]] = []
