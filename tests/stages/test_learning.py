@@ -54,10 +54,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "sft", folder / "grpo"
 
 
-def gain(start: Path, folder: Path, *overrides: str) -> float:
-    """What a run from `start` with overrides of the demo's GRPO stage gains in held-out greedy accuracy."""
+def gain(start: Path, folder: Path, *overrides: str, top: tuple[str, ...] = ()) -> float:
+    """What a run from `start` with overrides of the demo's GRPO stage, and of its spec, gains in held-out greedy accuracy."""
     evaluated = (f"evaluate_every_steps={STEPS}", "evaluation={split: test, max_new_tokens: 5}", f"steps={STEPS}")
-    spec = load_spec(DEMO, [*SMALL, *(f"stages.grpo.{text}" for text in (*evaluated, *overrides))])
+    spec = load_spec(DEMO, [*SMALL, *top, *(f"stages.grpo.{text}" for text in (*evaluated, *overrides))])
     update = {"stages": spec.stages[1:2], "model": ModelSpec(path=str(start)), "output": str(folder / "run")}
     (folder / "spec.yaml").write_text(resolved_yaml(spec.model_copy(update=update)))
     assert finish(["run", str(folder / "spec.yaml"), "--plain"], folder / "log", timeout_s=600) == 0
@@ -71,6 +71,14 @@ def gain(start: Path, folder: Path, *overrides: str) -> float:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gains_on_held_out_sums(name: str, models: tuple[Path, Path], tmp_path: Path) -> None:
     assert gain(models[0], tmp_path, f"algorithm.preset={name}", *FAMILIES[name]) >= GAIN
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_adapters_alone_gain_on_held_out_sums(models: tuple[Path, Path], tmp_path: Path) -> None:
+    lora = "policy.lora={rank: 32, alpha: 64.0}"
+    assert gain(models[0], tmp_path, "algorithm.preset=grpo", "optimizer.lr=1e-3", top=(lora,)) >= GAIN
 
 
 @pytest.mark.slow
