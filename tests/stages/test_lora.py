@@ -90,6 +90,17 @@ def test_adapters_are_trained_exported_and_survive_a_kill(tmp_path: Path) -> Non
     assert tensor_names(again) == tensor_names(whole / "adapter" / "model")
 
 
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_vllm_gets_the_merged_model(tmp_path: Path) -> None:
+    """Each sync compares the log-probs of probe prompts, and each step those of what was sampled."""
+    engine = "engine={kind: vllm, kv_cache_gib: 0.05, threads: 1, max_context: 32}"
+    log = tmp_path / "log"
+    assert finish([*arguments_of(tmp_path / "run"), engine], log, 600) == 0, log.read_text()
+    assert all(line["gap/p99"] < 1e-3 for line in metric_lines(tmp_path / "run" / "rl"))
+
+
 def tensor_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
