@@ -95,9 +95,8 @@ class MegatronModel(GPTModel):
         )
         if not self.post_process:
             return hidden
-        if (
-            self.config.sequence_parallel
-        ):  # the heads' gradients are whole on every rank, so the backward only cuts them
+        if self.config.sequence_parallel:
+            # The heads' gradients are whole on every rank, so the backward only cuts them.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:-padding] if padding else hidden
 

@@ -68,6 +68,21 @@ class ModelConfig:
         """Whether queries and keys pass an RMSNorm of their own (Qwen3)."""
         return FAMILIES[self.family].qk_norm
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of each matrix of a layer, by Hugging Face's name."""
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+            "gate_proj": (ffn, hidden),
+            "up_proj": (ffn, hidden),
+            "down_proj": (hidden, ffn),
+        }
+
     def padded_vocab(self, tp: int) -> int:
         """The vocabulary rounded up to a multiple of `tp` ranks."""
         return -(-self.vocab_size // tp) * tp

@@ -99,9 +99,8 @@ def attention_pair_cost(config: ModelConfig) -> float:
     4 heads d for the two products of a pair, 2 multiply-adds a parameter for a token; both triple in training. Norms and the output head
     are left out: they cost as much for a token of a short row as for one of a long row.
     """
-    width = config.heads * config.head_dim
-    projections = config.hidden_size * (2 * width + 2 * config.kv_heads * config.head_dim)
-    return 4 * width / (2 * (projections + 3 * config.hidden_size * config.intermediate_size))
+    parameters = sum(outputs * inputs for outputs, inputs in config.projections.values())
+    return 4 * config.heads * config.head_dim / (2 * parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype:
     by_columns = path in _CUT_BY_COLUMNS
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cut = 1 if by_columns else tp
-    rows = {name: _shapes(config)[name][0] // cut for name in PROJECTIONS[path]}
+    rows = {name: config.projections[name][0] // cut for name in PROJECTIONS[path]}
     parts: dict[str, LowRank] = {
         name: LowRank(inputs, count, lora.rank, dtype, runtime.device())
         for name, count in rows.items()
@@ -217,25 +217,6 @@ class _FreshAdapters(DrawnReader):
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of every projection."""
-    hidden, ffn, queries, keys = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.heads * config.head_dim,
-        config.kv_heads * config.head_dim,
-    )
-    return {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (ffn, hidden),
-        "up_proj": (ffn, hidden),
-        "down_proj": (hidden, ffn),
-    }
-
-
 def _entries(config: ModelConfig, lora: LoraSpec) -> Iterator[Entry]:
     for layer in range(config.layers):
         for path, projections in PROJECTIONS.items():
@@ -243,7 +224,7 @@ def _entries(config: ModelConfig, lora: LoraSpec) -> Iterator[Entry]:
             for name in projections:
                 if name not in lora.targets:
                     continue
-                outputs, inputs = _shapes(config)[name]
+                outputs, inputs = config.projections[name]
                 hf = f"base_model.model.model.layers.{layer}.{block}.{name}"
                 mine = f"{path}{ADAPTER}parts.{name}"
                 by_columns = path in _CUT_BY_COLUMNS

@@ -305,8 +305,7 @@ def _entries(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    hidden, ffn, d = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.heads * d, config.kv_heads * d
+    hidden, matrices = config.hidden_size, config.projections
 
     def hf(*names: str) -> tuple[str, ...]:
         return tuple(f"model.layers.{layer}.{name}" for name in names)
@@ -318,21 +317,26 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
         ((hidden,),),
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     )
-    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv = ("q_proj", "k_proj", "v_proj")
     yield entry(
         "qkv",
-        hf(*(f"{p}.weight" for p in projections)),
-        ((queries, hidden), (keys, hidden), (keys, hidden)),
+        hf(*(f"self_attn.{p}.weight" for p in qkv)),
+        tuple(matrices[p] for p in qkv),
         ("self_attention.linear_qkv.weight",),
     )
     if config.qkv_bias:
-        shapes = ((queries,), (keys,), (keys,))
-        yield entry("qkv", hf(*(f"{p}.bias" for p in projections)), shapes, ("self_attention.linear_qkv.bias",))
+        shapes = tuple(matrices[p][:1] for p in qkv)
+        yield entry("qkv", hf(*(f"self_attn.{p}.bias" for p in qkv)), shapes, ("self_attention.linear_qkv.bias",))
     if config.qk_norm:
         for x in "qk":
-            yield entry("whole", hf(f"self_attn.{x}_norm.weight"), ((d,),), (f"self_attention.{x}_layernorm.weight",))
+            yield entry(
+                "whole",
+                hf(f"self_attn.{x}_norm.weight"),
+                ((config.head_dim,),),
+                (f"self_attention.{x}_layernorm.weight",),
+            )
     out = ("self_attention.linear_proj.weight",)
-    yield entry("columns", hf("self_attn.o_proj.weight"), ((hidden, queries),), out)
+    yield entry("columns", hf("self_attn.o_proj.weight"), (matrices["o_proj"],), out)
     yield entry(
         "whole",
         hf("post_attention_layernorm.weight"),
@@ -340,5 +344,5 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     )
     gate_up = hf("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    yield entry("gate_up", gate_up, ((ffn, hidden), (ffn, hidden)), ("mlp.linear_fc1.weight",))
-    yield entry("columns", hf("mlp.down_proj.weight"), ((hidden, ffn),), ("mlp.linear_fc2.weight",))
+    yield entry("gate_up", gate_up, (matrices["gate_proj"], matrices["up_proj"]), ("mlp.linear_fc1.weight",))
+    yield entry("columns", hf("mlp.down_proj.weight"), (matrices["down_proj"],), ("mlp.linear_fc2.weight",))

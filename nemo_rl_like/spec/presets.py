@@ -41,11 +41,14 @@ class Preset:
     """The same lines, parsed: an `algorithm` block, or keys of the stage."""
 
 
-@cache
 def presets(stage: str | None = None) -> Mapping[str, Preset]:
     """Every preset by name, or those that stages of one kind take."""
-    found = (_read(file) for file in sorted(FOLDER.glob("*.yaml")))
-    return {preset.name: preset for preset in found if stage in (None, preset.stage)}
+    return {name: preset for name, preset in _every().items() if stage in (None, preset.stage)}
+
+
+@cache
+def _every() -> Mapping[str, Preset]:
+    return {file.stem: _read(file) for file in sorted(FOLDER.glob("*.yaml"))}
 
 
 def with_presets(root: Node, written_out: Callable[[Node], Node]) -> Node:

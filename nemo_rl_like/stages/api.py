@@ -21,9 +21,9 @@ from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages.averaging import AVERAGED
 from nemo_rl_like.stages.evaluate import evaluate, evaluator
-from nemo_rl_like.stages.export import write_adapter, write_export
+from nemo_rl_like.stages.export import export
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import start_model, weights_of
+from nemo_rl_like.stages.start_model import start_model
 from nemo_rl_like.training.engine import EngineClient, RunEngine
 from nemo_rl_like.training.trainer import CHECKPOINTS
 
@@ -46,11 +46,7 @@ def evaluate_checkpoint(source: Path, how: EvaluationSpec) -> dict[str, float]:
 
 def export_checkpoint(source: Path, target: Path, shard_gib: float, *, adapter: bool = False) -> Path:
     """Write the checkpoint at `source` as a Hugging Face folder, or its adapters alone as PEFT's; returns it."""
-    checkpoint = _checkpoint(source)
-    if adapter:
-        write_adapter(checkpoint.path, target)
-    else:
-        write_export(weights_of(checkpoint), target, shard_gib)
+    export(_checkpoint(source), target, shard_gib, adapter=adapter)
     return target
 
 

@@ -46,11 +46,16 @@ class ExportStage:
         (checkpoint,) = inputs.values()
         target = context.folder / FOLDER
         shutil.rmtree(target, ignore_errors=True)
-        if self.stage.adapter:
-            write_adapter(checkpoint.path, target)
-        else:
-            write_export(weights_of(checkpoint), target, self.stage.shard_gib)
+        export(checkpoint, target, self.stage.shard_gib, adapter=self.stage.adapter)
         return ServingBundle.of(target)
+
+
+def export(checkpoint: Artifact, target: Path, shard_gib: float, *, adapter: bool) -> None:
+    """Write the checkpoint's whole model, or its adapters alone. Raises as `write_export` and `write_adapter`."""
+    if adapter:
+        write_adapter(checkpoint.path, target)
+    else:
+        write_export(weights_of(checkpoint), target, shard_gib)
 
 
 def write_export(source: Path, target: Path, shard_gib: float) -> None:

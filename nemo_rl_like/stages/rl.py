@@ -92,11 +92,11 @@ class RlStage:
             policy = start_policy(session, spec, model)
             stack.callback(policy.group.shutdown)
             host = partial(self._host, policy.group, stack)
-            needed = stage.models_beside["reference"]
             reference = None
-            if needed:
-                shared = policy.adapted
-                reference = policy.base("reference") if shared else host("reference", model.folder, model.initialize)
+            if stage.models_beside["reference"] and policy.adapted:
+                reference = policy.base("reference")
+            elif stage.models_beside["reference"]:
+                reference = host("reference", model.folder, model.initialize)
             teacher = None if stage.teacher is None else host("teacher", Path(stage.teacher))
             critic = None
             if stage.needs_critic:
