@@ -1,8 +1,8 @@
 """What runs inside vLLM's worker processes: reading new weights, checking them, and loading them for good.
 
-Two traps of vLLM 0.32 are closed here. On the CPU its linear layers keep packed copies, so weights must go through
-its layer-wise reload, not through `load_weights`. And that reload does not pack the output head again when it is tied to
-the input embedding, so that the engine would silently sample with the old head.
+Three traps of vLLM 0.32 are closed here. On the CPU its linear layers keep packed copies, so weights must go through
+its layer-wise reload, not through `load_weights`. That reload does not pack the output head again when it is tied to
+the input embedding, so that the engine would silently sample with the old head. And it packs experts when they are first loaded only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 
@@ -66,6 +68,7 @@ class WorkerExtension:
         logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
         self.model_runner.reload_weights(weights_iterator=_tracked(model, tensors, consumed))
         self.nrl_pack_heads(model)
+        self.nrl_pack_experts(model)
         return consumed
 
     def nrl_pack_heads(self, model: torch.nn.Module) -> None:
@@ -73,6 +76,15 @@ class WorkerExtension:
         for module in model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+
+    def nrl_pack_experts(self, model: torch.nn.Module) -> None:
+        """Pack experts again on the CPU: the reload copies them as they come over what was packed."""
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if not isinstance(method, UnquantizedFusedMoEMethod) or method.moe_kernel is None:
+                continue
+            if method.unquantized_backend is UnquantizedMoeBackend.CPU:
+                method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _tracked(model: torch.nn.Module, tensors: Sequence[Named], consumed: set[str]) -> Iterator[Named]:
@@ -91,10 +103,11 @@ def _tracked(model: torch.nn.Module, tensors: Sequence[Named], consumed: set[str
 
 def _noting(loader: Callable[..., object], names: dict[int, str], consumed: set[str]) -> Callable[..., object]:
     @functools.wraps(loader)  # vLLM recognises its own wrappers by __name__ and unwraps them by __wrapped__
-    def note(parameter: Tensor, loaded: Tensor, *args: object, **kwargs: object) -> object:
-        name = names.get(loaded.data_ptr())
-        if name is not None:
-            consumed.add(name)
-        return loader(parameter, loaded, *args, **kwargs)
+    def note(*args: object, **kwargs: object) -> object:
+        given = (
+            x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)
+        )  # experts' loaders are called by keyword
+        consumed.update(names[x.data_ptr()] for x in given if x.data_ptr() in names)
+        return loader(*args, **kwargs)
 
     return note
