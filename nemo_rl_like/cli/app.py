@@ -167,12 +167,13 @@ def check_model(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face folder.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel stages.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Compare the Megatron model built from a folder with Hugging Face's, and its round trip."""
     from nemo_rl_like.cli.commands import model as command
 
-    if not command.check(folder, tp, pp, as_json=as_json):
+    if not command.check(folder, tp, pp, ep, as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -23,7 +23,6 @@ from nemo_rl_like.spec.sft import SftStageSpec
 
 def banner(spec: ExperimentSpec) -> Banner:
     """What a run of `spec` will do."""
-    layout = spec.policy.layout
     environment = spec.environment
     devices = visible_devices(spec.cluster)
     asks = (
@@ -34,7 +33,7 @@ def banner(spec: ExperimentSpec) -> Banner:
     settings = {
         "spec": f"{spec_hash(spec)[:12]}, seed {spec.seed}",
         "model": f"{_model(spec)}, {spec.model.dtype}",
-        "policy": f"dp {layout.dp} x pp {layout.pp} x tp {layout.tp}, rows {spec.policy.rows}",
+        "policy": f"{_layout(spec)}, rows {spec.policy.rows}",
         "engine": spec.engine.kind,
         "environment": asks or "none",
         "stages": " -> ".join(stage_name(s) for s in spec.stages),
@@ -60,6 +59,14 @@ def _program() -> str:
     if found is not None and called.exists() and os.path.samefile(found, called):
         return called.name
     return shlex.quote(os.path.relpath(called)) if called.exists() else "nrl"
+
+
+def _layout(spec: ExperimentSpec) -> str:
+    layout = spec.policy.layout
+    always, more = ("dp", "pp", "tp"), ("cp", "ep")
+    return " x ".join(
+        f"{axis} {getattr(layout, axis)}" for axis in (*always, *more) if axis in always or getattr(layout, axis) > 1
+    )
 
 
 def _model(spec: ExperimentSpec) -> str:

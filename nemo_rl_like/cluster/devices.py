@@ -39,7 +39,7 @@ def require_devices(ranks: int, spec: ClusterSpec, *, what: str = "policy.layout
     if spec.address is None and ranks > devices.count:
         raise SpecError(
             f"`{what}` asks for {ranks} ranks, but there are {devices.count} {devices.kind} devices; "
-            f"make dp * pp * tp at most {devices.count}, or set `cluster.devices` if ranks may share a device"
+            f"make dp * pp * cp * tp at most {devices.count}, or set `cluster.devices` if ranks may share a device"
         )
     return devices
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from nemo_rl_like.model.context import ContextRanks
+from nemo_rl_like.model.row_places import RowPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,6 @@ class AttentionLayout(Protocol):
     def to(self, device: torch.device, dtype: torch.dtype) -> AttentionLayout:
         """The same layout with its index tensors on `device` and its additive masks in `dtype`."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """What one forward pass hands to every layer's core attention, in the place of Megatron's `PackedSeqParams`."""
-
-    layout: AttentionLayout
-    rotary: Rotary
-    padding: int = 0
-    """Places at the end that belong to no token; the layout does not know them."""
-    qkv_format: str = "sbhd"
-    """Read by Megatron: keep [s, b, heads, d], do not flatten."""
 
 
 def rotary_of(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> Rotary:
@@ -95,6 +87,31 @@ def without_padding(
         return attend(query, key, value)
     out = attend(query[:-padding], key[:-padding], value[:-padding])
     return functional.pad(out, (0, 0, 0, 0, 0, padding))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one forward pass hands to every layer's core attention, in the place of Megatron's `PackedSeqParams`."""
+
+    layout: AttentionLayout
+    rotary: Rotary
+    padding: int = 0
+    """Places at the end that belong to no token; the layout does not know them."""
+    rows: RowPairs | None = None
+    """Which of this rank's tokens are a row's, where routers balance rows."""
+    context: ContextRanks | None = None
+    """The ranks that each have a part of the sequences; None: this one has them whole."""
+    qkv_format: str = "sbhd"
+    """Read by Megatron: keep [s, b, heads, d], do not flatten."""
+
+    def attend(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """The layout's `attend` on what this rank has: [s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]."""
+        whole = partial(without_padding, attend, self.padding)
+        if self.context is None:
+            return whole(query, key, value)
+        return self.context.by_heads(whole, query, key, value)
 
 
 def scaled_dot_product(

@@ -1,4 +1,4 @@
-"""Does a Hugging Face folder mean the same here? Logits against transformers, and a bit-equal round trip, at any TP and PP."""
+"""Does a Hugging Face folder mean the same here? Logits against transformers, and a bit-equal round trip, at any TP, PP and EP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.weight_map import WeightMap
@@ -40,6 +40,7 @@ class CheckReport:
     folder: str
     tp: int
     pp: int
+    ep: int
     tokens: int
     """Random tokens compared."""
     max_abs_logit: float
@@ -69,9 +70,9 @@ class CheckReport:
 
 
 def check_folder(
-    folder: str | Path, tp: int = 1, pp: int = 1, *, seed: int = 0, timeout_s: float = 900.0
+    folder: str | Path, tp: int = 1, pp: int = 1, ep: int = 1, *, seed: int = 0, timeout_s: float = 900.0
 ) -> CheckReport:
-    """Compare a Hugging Face folder as loaded here on tp * pp ranks with transformers, on random tokens.
+    """Compare a Hugging Face folder as loaded here on tp * pp * ep ranks with transformers, on random tokens.
 
     Starts the ranks itself, as processes of its own that end before it returns. Passes if Megatron's float32 logits are no
     further from the float64 Hugging Face run than twice Hugging Face's own float32 logits (at least 1e-5, at most 5e-4), mean
@@ -81,7 +82,10 @@ def check_folder(
     began = time.perf_counter()
     config = ModelConfig.from_hf_folder(folder)
     config.require_logits(str(folder))
-    layout = LayoutSpec(tp=tp, pp=pp)
+    experts = config.experts is not None
+    layout = LayoutSpec(tp=tp, pp=pp, dp=ep, ep=ep if experts else 1, sp=experts and tp > 1)
+    if ep > 1 and not experts:
+        raise InputError(f"ep is {ep}, but {folder} is a {config.family} model, which has no experts; leave ep out")
     config.check_layout(layout)
     tokens = _random_rows(config, seed)
     with SafetensorsReader(folder) as reader:
@@ -104,6 +108,7 @@ def check_folder(
         folder=str(folder),
         tp=tp,
         pp=pp,
+        ep=ep,
         tokens=sum(len(row) for row in tokens),
         max_abs_logit=max(float(x.abs().max()) for x in exact),
         max_logit_diff=difference,
@@ -130,7 +135,10 @@ def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtyp
     """Logits [row length, vocab] of each row."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True).eval()
+    # Experts one after the other: transformers' grouped products know no float64.
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=dtype, local_files_only=True, experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([row])).logits[0] for row in tokens]
 
@@ -148,7 +156,7 @@ def _run_ranks(
 
 
 def _spawn(folder: Path, layout: LayoutSpec, scratch: Path, timeout_s: float) -> None:
-    world, port = layout.tp * layout.pp, _free_port()
+    world, port = layout.ranks, _free_port()
     threads = max(1, (os.cpu_count() or 1) // world)
     processes = []
     deadline = time.monotonic() + timeout_s
@@ -156,8 +164,8 @@ def _spawn(folder: Path, layout: LayoutSpec, scratch: Path, timeout_s: float) ->
         for rank in range(world):
             task = json.dumps(
                 {
-                    "folder": str(folder), "scratch": str(scratch), "rank": rank, "port": port, "tp": layout.tp,
-                    "pp": layout.pp, "threads": threads, "timeout_s": timeout_s,
+                    "folder": str(folder), "scratch": str(scratch), "rank": rank, "port": port,
+                    "layout": layout.model_dump(), "threads": threads, "timeout_s": timeout_s,
                 }
             )  # fmt: skip
             log = (scratch / f"rank{rank}.log").open("wb")
@@ -227,6 +235,6 @@ def _not_covered(
 ) -> CheckReport:
     nan = math.nan
     return CheckReport(
-        str(folder), layout.tp, layout.pp, sum(len(row) for row in tokens), nan, nan, nan, nan, nan, nan, False,
+        str(folder), layout.tp, layout.pp, layout.ep, sum(len(row) for row in tokens), nan, nan, nan, nan, nan, nan, False,
         unmapped, missing, seconds, False,
     )  # fmt: skip

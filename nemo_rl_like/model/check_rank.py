@@ -15,7 +15,7 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention_layouts import PackedLayout
 from nemo_rl_like.model.check import EQUAL_FILE, LOGITS_FILE, TOKENS_FILE
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel, hidden_states
+from nemo_rl_like.model.forward import MegatronModel, hidden_states, whole_sequences
 from nemo_rl_like.model.heads import full_logits, output_head
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
@@ -28,10 +28,10 @@ from nemo_rl_like.spec.policy import LayoutSpec
 def main(task: str) -> None:
     """Load the folder, run the tokens, export again; rank 0 saves the result."""
     given = json.loads(task)
-    layout = LayoutSpec(tp=given["tp"], pp=given["pp"])
+    layout = LayoutSpec.model_validate(given["layout"])
     runtime.init_distributed(
-        given["rank"], layout.tp * layout.pp, "127.0.0.1", given["port"], layout.tp, layout.pp, given["timeout_s"],
-        given["threads"],
+        given["rank"], layout.ranks, "127.0.0.1", given["port"], layout.tp, layout.pp, given["timeout_s"],
+        given["threads"], ep=layout.ep,
     )  # fmt: skip
     scratch, folder = Path(given["scratch"]), given["folder"]
     tokens = torch.load(scratch / TOKENS_FILE, weights_only=True)
@@ -40,7 +40,7 @@ def main(task: str) -> None:
         model = build_model(config, layout, torch.float32, weights=reader).eval()
         logits = row_logits(model, tokens)
         equal = round_trip_equal(WeightMap(config), model, reader)
-    if logits is not None:
+    if logits is not None and parallel_state.get_data_parallel_rank() == 0:
         torch.save(logits, scratch / LOGITS_FILE)
     if given["rank"] == 0:
         (scratch / EQUAL_FILE).write_text(json.dumps(equal))
@@ -62,7 +62,7 @@ def row_logits(model: MegatronModel, tokens: list[list[int]]) -> list[Tensor] | 
         collected.append(full_logits(hidden, output_head(model)))
         return hidden
 
-    with torch.no_grad():
+    with torch.no_grad(), whole_sequences(model):
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter([batch]),

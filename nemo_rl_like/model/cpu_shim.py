@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 _PACKAGE = "megatron.core"
@@ -315,3 +316,39 @@ def _adapt(module: types.ModuleType, stand_in: types.ModuleType) -> None:
         module.__dict__["_set_cuda_rng_state"] = lambda state, *args, **kwargs: torch.set_rng_state(state)
         module.__dict__["_CUDA_RNG_STATE_TRACKER"] = CpuRngTracker()
         module.__dict__["_CUDA_RNG_STATE_TRACKER_INITIALIZED"] = True
+    if module.__name__ == f"{_PACKAGE}.tensor_parallel.mappings":
+        _let_sizes_differ(module)
+    if module.__name__ == f"{_PACKAGE}.transformer.moe.moe_utils":
+        module.__dict__.setdefault("te_general_gemm", None)  # Megatron binds it only where Transformer Engine is
+        module.__dict__["maybe_move_tensor_to_cpu"] = _as_on_host
+
+
+def _as_on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Megatron's `maybe_move_tensor_to_cpu`, which leaves a tensor that lies on the CPU as it is, an array or not."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _let_sizes_differ(mappings: types.ModuleType) -> None:
+    """Gather and reduce-scatter parts of different sizes, which gloo can only send from all to all."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_any(x: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: Any = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, output_split_sizes, use_global_buffer)
+        out = x.new_empty(sum(output_split_sizes), *x.shape[1:])
+        sent = torch.cat([x] * group.size())
+        dist.all_to_all_single(out, sent, list(output_split_sizes), [x.shape[0]] * group.size(), group=group)
+        return out
+
+    def reduce_scatter_any(
+        x: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: Any = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(x, group, input_split_sizes, use_global_buffer)
+        own = input_split_sizes[group.rank()]
+        parts = x.new_empty(own * group.size(), *x.shape[1:])
+        dist.all_to_all_single(parts, x.contiguous(), [own] * group.size(), list(input_split_sizes), group=group)
+        return parts.unflatten(0, (group.size(), own)).sum(0)
+
+    mappings.__dict__["_gather_along_first_dim"] = gather_any
+    mappings.__dict__["_reduce_scatter_along_first_dim"] = reduce_scatter_any

@@ -7,7 +7,7 @@ import torch
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import FP8_ALIGNMENT, MegatronModel
-from nemo_rl_like.model.hf_config import ModelConfig, transformer_config
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.local_layers import RmsNorm, local_layer_spec
 from nemo_rl_like.model.mcore import (
@@ -17,9 +17,10 @@ from nemo_rl_like.model.mcore import (
     get_num_layers_to_build,
     parallel_state,
 )
+from nemo_rl_like.model.megatron_config import transformer_config
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec
+from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec, RecomputeSpec
 
 
 def build_model(
@@ -31,11 +32,13 @@ def build_model(
     weights: TensorReader | None = None,
     fp8: Fp8Spec | None = None,
     adapters: bool = False,
+    recompute: RecomputeSpec | None = None,
 ) -> MegatronModel:
     """This rank's stage and shard, with weights read from `weights` or made from `seed` (the same at every layout).
 
     Needs `runtime.init_distributed`. No weight is initialised and then thrown away.
-    `fp8` computes the linear layers in FP8; `adapters`: the model will get some, which read what a norm gives, so no layer fuses the two.
+    `fp8` computes the linear layers in FP8; `adapters`: the model will get some, which read what a norm gives, so no layer fuses the two; `recompute`
+    says which activations the backward pass computes again.
     Raises InputError if the layout does not fit the model, the weights do not cover it, or this machine lacks what `fp8` needs.
     """
     if (seed is None) == (weights is None):
@@ -44,7 +47,7 @@ def build_model(
         _require_fp8(config, layout, dtype, fp8)
     if dtype is torch.float32:
         runtime.exact_float32()
-    megatron = transformer_config(config, layout, dtype, fp8)
+    megatron = transformer_config(config, layout, dtype, fp8, recompute)
     with runtime.quiet():
         model = MegatronModel(
             config,
@@ -74,6 +77,8 @@ def _require_fp8(config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp
         "heads * head_dim / tp": config.heads * config.head_dim // layout.tp,
         "intermediate_size / tp": config.intermediate_size // layout.tp,
     }
+    if config.experts is not None:
+        raise InputError("policy.fp8 is not supported in a model with experts; leave policy.fp8 out")
     for name, width in widths.items():
         if width % FP8_ALIGNMENT:
             raise InputError(
@@ -85,7 +90,8 @@ def _spec(config: ModelConfig, megatron: TransformerConfig, adapters: bool) -> M
     if runtime.on_cuda():
         return _transformer_engine_spec(config, adapters)
     count = get_num_layers_to_build(megatron)
-    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(config.qk_norm)] * count, layer_norm=RmsNorm)
+    layer = local_layer_spec(config.qk_norm, config.experts.count if config.experts else None)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RmsNorm)
 
 
 def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
@@ -96,4 +102,5 @@ def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
         )
     from nemo_rl_like.model.te_attention import transformer_engine_spec
 
-    return transformer_engine_spec(config.qk_norm, fuse_norms=not adapters)
+    experts = config.experts.count if config.experts else None
+    return transformer_engine_spec(config.qk_norm, experts, fuse_norms=not adapters)

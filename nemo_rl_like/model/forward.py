@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotary_of
+from nemo_rl_like.model.context import ContextRanks
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import (
     GPTModel,
     ModuleSpec,
+    MoELayer,
     TransformerBlockSubmodules,
     TransformerConfig,
     gather_from_sequence_parallel_region,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
+from nemo_rl_like.model.router import RouterWatch, RowRouter
+from nemo_rl_like.model.row_places import RowPlaces
 
 FP8_ALIGNMENT = 16
 """FP8 matrix products take sizes that are multiples of this."""
@@ -63,42 +69,85 @@ class MegatronModel(GPTModel):
             self.decoder.config = undrawn
             if pre_process:
                 self.embedding.config = undrawn
+        self.context = ContextRanks.of_layout()
+        self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
         self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
         self._amplitude = rotary_amplitude(shape.rope_scaling)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Hidden states [M, H] that predict the micro-batch's targets; before the last stage, [s, b, H] for the next one."""
-        hidden = self.run_stage(micro_batch.input_ids, micro_batch.position_ids, micro_batch.attention)
+        """Hidden states [M, H] that predict the micro-batch's targets, with context parallelism those of `scored_here`; before the last
+        stage, [s, b, H] for the next one."""
+        hidden = self._run(
+            micro_batch.input_ids, micro_batch.position_ids, micro_batch.attention, micro_batch.row_places
+        )
         if not self.post_process:
             return hidden
-        return select_places(hidden, micro_batch.predict_index)
+        places, (_, length) = micro_batch.predict_index, micro_batch.input_ids.shape
+        mine = self.scored_here(micro_batch)
+        if mine is not None and self.context is not None:
+            return select_places(hidden, places[mine], length, hidden.shape[0] * self.context.group.rank())
+        return select_places(hidden, places, length)
+
+    def scored_here(self, micro_batch: MicroBatch) -> Tensor | None:
+        """int64 [m] the scored tokens whose hidden states this rank has; None: all of them."""
+        if self.context is None:
+            return None
+        length = micro_batch.input_ids.shape[1]
+        padded = length + self._padding(micro_batch.input_ids)
+        return self.context.scored_here(micro_batch.predict_index, length, padded)
 
     def run_stage(self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
-        """This stage's layers over tokens [b, s] -> hidden states [s, b, H], normed on the last stage; with sequence parallelism an earlier
-        stage gives this rank's part of the sequence.
+        """This stage's layers over whole tokens [b, s] -> hidden states [s, b, H], normed on the last stage; with sequence parallelism an
+        earlier stage gives this rank's part of the sequence.
 
         A stage that is not the first reads its input from `set_input_tensor`, as Megatron's schedules do.
         """
+        if self.context is not None:
+            raise ValueError("with context parallelism a rank has parts of sequences; use `whole_sequences`")
+        hidden = self._run(input_ids, position_ids, layout, None)
+        return hidden[: input_ids.shape[1]] if self.post_process else hidden
+
+    def _run(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, row_places: RowPlaces | None
+    ) -> Tensor:
         padding = self._padding(input_ids)
+        rows = None
+        if self.watch is not None:
+            rows = self.watch.pairs(row_places, input_ids.shape, input_ids.shape[1] + padding, self.context)
         if padding:
             input_ids, position_ids = (functional.pad(x, (0, padding)) for x in (input_ids, position_ids))
-        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        if self.context is not None:
+            input_ids, position_ids = self.context.part(input_ids), self.context.part(position_ids)
+        embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
+        self.decoder.training = torch.is_grad_enabled()  # recomputes layers in training only
         if self._frequencies.device != position_ids.device:
             self._frequencies = self._frequencies.to(position_ids.device)
         rotary = rotary_of(position_ids, self._frequencies, self.dtype, self._amplitude)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=AttentionCall(layout, rotary, padding),
+            packed_seq_params=AttentionCall(layout, rotary, padding, rows, self.context),
         )
-        if not self.post_process:
-            return hidden
-        if self.config.sequence_parallel:
+        if self.post_process and self.config.sequence_parallel:
             # The heads' gradients are whole on every rank, so the backward only cuts them.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden[:-padding] if padding else hidden
+        return hidden
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.config.recompute_granularity is not None and torch.is_grad_enabled() and not embedded.requires_grad:
+            embedded.requires_grad_()  # Megatron finds no gradients inside what it recomputes unless an input has one
+        return embedded
+
+    def _watched(self, config: TransformerConfig) -> RouterWatch:
+        watch = RouterWatch(config)
+        for layer in self.decoder.layers:
+            router: RowRouter = layer.mlp.router
+            router.watch, router.layer = watch, layer.layer_number - 1
+            layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
+        return watch
 
     def _padding(self, input_ids: Tensor) -> int:
         """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
@@ -106,20 +155,29 @@ class MegatronModel(GPTModel):
         step = FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT) if self.config.fp8 else 1
         if self.config.sequence_parallel:
             step = math.lcm(step, self.config.tensor_model_parallel_size)
+        if self.context is not None:
+            step *= self.context.size
         return -length % step
+
+
+def _show_rows(watch: RouterWatch, layer: object, inputs: object, named: Mapping[str, Any]) -> None:
+    """Forward pre-hook of a layer, which may run again in the backward pass, after other passes."""
+    watch.rows = named["packed_seq_params"].rows
 
 
 @contextmanager
 def whole_sequences(model: MegatronModel) -> Iterator[None]:
     """Inside the block no rank keeps a part of the sequence only: decoding moves too few tokens to share them."""
-    if not model.config.sequence_parallel:
-        yield
-        return
-    _share_sequences(model, False)
+    shared, context = model.config.sequence_parallel, model.context
+    model.context = None
+    if shared:
+        _share_sequences(model, False)
     try:
         yield
     finally:
-        _share_sequences(model, True)
+        model.context = context
+        if shared:
+            _share_sequences(model, True)
 
 
 def _share_sequences(model: MegatronModel, on: bool) -> None:
@@ -128,12 +186,14 @@ def _share_sequences(model: MegatronModel, on: bool) -> None:
         for name in ("sequence_parallel", "reduce_scatter_embeddings"):
             if hasattr(module, name):
                 setattr(module, name, on)
+        if isinstance(module, MoELayer):
+            module.training = on  # Megatron refuses whole sequences on tensor-parallel ranks in training only
 
 
-def select_places(hidden: Tensor, index: Tensor) -> Tensor:
-    """[s, b, H] and flat places [M] of b * s (row-major) -> [M, H]."""
-    length, rows = hidden.shape[:2]
-    place = index if rows == 1 else (index % length) * rows + index // length
+def select_places(hidden: Tensor, index: Tensor, length: int, first: int = 0) -> Tensor:
+    """[s, b, H], which begins at place `first` of each row, and flat places [M] of b rows of `length` (row-major) -> [M, H]."""
+    rows = hidden.shape[1]
+    place = (index % length - first) * rows + index // length
     return hidden.flatten(0, 1).index_select(0, place)
 
 

@@ -1,4 +1,4 @@
-"""`ModelConfig`: the family-neutral shape of a dense decoder, from and to a Hugging Face `config.json`."""
+"""`ModelConfig`: the family-neutral shape of a decoder, from and to a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.families import FAMILIES, Family
+from nemo_rl_like.model.families import FAMILIES, ExpertNames, Family
 from nemo_rl_like.model.hf_rope import RopeReader, rope_to_hf_dict
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
-from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec
-
-if TYPE_CHECKING:
-    import torch
-    from megatron.core.transformer import TransformerConfig
+from nemo_rl_like.spec.policy import LayoutSpec
 
 _DEFAULT_INIT_STD = 0.02
+FFN_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of the feed-forward layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The feed-forward layers of which a router chooses some for each token."""
+
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that a token passes."""
+    width: int
+    """Width of one expert's feed-forward layer, in channels."""
+    normalize: bool
+    """The weights of a token's experts are made to sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
+    """A decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention; dense, or with experts in every layer."""
 
     family: str
     """Key of `FAMILIES`."""
@@ -32,7 +43,7 @@ class ModelConfig:
     hidden_size: int
     """Width of the residual stream, in channels."""
     intermediate_size: int
-    """Width of the feed-forward layer, in channels."""
+    """Width of the feed-forward layer, in channels; a model with experts has none."""
     layers: int
     heads: int
     """Query heads."""
@@ -57,6 +68,8 @@ class ModelConfig:
     """How positions are stretched beyond the trained context."""
     score_head: bool = False
     """One number a token in the place of logits (a reward model or a critic); the output head is then gone."""
+    experts: ExpertsConfig | None = None
+    """What stands in the place of the feed-forward layer; None: a dense model."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -69,9 +82,22 @@ class ModelConfig:
         return FAMILIES[self.family].qk_norm
 
     @property
+    def ffn_width(self) -> int:
+        """Width of a feed-forward layer, of an expert's where there are experts, in channels."""
+        return self.intermediate_size if self.experts is None else self.experts.width
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of a layer's matrices that one token passes."""
+        passed = 1 if self.experts is None else self.experts.per_token
+        router = 0 if self.experts is None else self.experts.count * self.hidden_size
+        sizes = {name: outputs * inputs for name, (outputs, inputs) in self.projections.items()}
+        return router + sum(size * (passed if name in FFN_PROJECTIONS else 1) for name, size in sizes.items())
+
+    @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of each matrix of a layer, by Hugging Face's name."""
-        hidden, ffn = self.hidden_size, self.intermediate_size
+        """(out, in) of each matrix of a layer, by Hugging Face's name; of one expert's where there are experts."""
+        hidden, ffn = self.hidden_size, self.ffn_width
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (queries, hidden),
@@ -125,6 +151,7 @@ class ModelConfig:
             rope_theta=spec.rope_theta,
             norm_eps=FAMILIES[spec.family].norm_eps,
             tie_embeddings=spec.tie_embeddings,
+            experts=_experts_from_init(spec),
         )
 
     def to_hf_dict(self, dtype: str = "float32") -> dict[str, object]:
@@ -145,6 +172,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "initializer_range": self.init_std,
             "rms_norm_eps": self.norm_eps,
+            **self.experts_to_hf_dict(),
             **self.positions_to_hf_dict(),
             "tie_word_embeddings": self.tie_embeddings,
             "attention_dropout": 0.0,
@@ -155,6 +183,19 @@ class ModelConfig:
             "torch_dtype": dtype,
             "dtype": dtype,
             **FAMILIES[self.family].written,
+        }
+
+    def experts_to_hf_dict(self) -> dict[str, object]:
+        """The part of a config.json that describes the experts; empty for a dense model."""
+        names, experts = FAMILIES[self.family].experts, self.experts
+        if names is None or experts is None:
+            return {}
+        normalize = {} if names.normalize is None else {names.normalize: experts.normalize}
+        return {
+            names.count: experts.count,
+            "num_experts_per_tok": experts.per_token,
+            names.width: experts.width,
+            **normalize,
         }
 
     def positions_to_hf_dict(self) -> dict[str, object]:
@@ -192,21 +233,52 @@ class ModelConfig:
 
     def check_layout(self, layout: LayoutSpec) -> None:
         """Raise InputError if this model cannot be split as `layout` asks."""
-        for name, value in (
-            ("heads", self.heads),
-            ("kv_heads", self.kv_heads),
-            ("intermediate_size", self.intermediate_size),
-        ):
+        heads = {"heads": self.heads, "kv_heads": self.kv_heads}
+        widths = heads if self.experts else {**heads, "intermediate_size": self.intermediate_size}
+        for name, value in widths.items():
             if value % layout.tp:
                 raise InputError(
                     f"layout.tp is {layout.tp}, which does not divide the model's {name} ({value}); "
-                    f"use tp in {_common_divisors(self.heads, self.kv_heads, self.intermediate_size)}"
+                    f"use tp in {_common_divisors(*widths.values())}"
+                )
+        for name, value in heads.items():
+            if value // layout.tp % layout.cp:
+                raise InputError(
+                    f"layout.cp is {layout.cp}, and each of its ranks attends with an equal part of the {value // layout.tp} {name} that "
+                    f"tensor parallelism leaves; use cp in {_common_divisors(*(x // layout.tp for x in heads.values()))}"
                 )
         if not self.layers_of_stage(layout.pp - 1, layout.pp):
             fits = [p for p in range(1, self.layers + 1) if self.layers_of_stage(p - 1, p)]
             raise InputError(
                 f"layout.pp is {layout.pp}, which leaves a stage without one of the {self.layers} layers; use pp in {fits}"
             )
+        self._check_experts(layout)
+
+    def _check_experts(self, layout: LayoutSpec) -> None:
+        experts = self.experts
+        if experts is None:
+            return
+        if experts.count % layout.ep:
+            raise InputError(
+                f"layout.ep is {layout.ep}, which does not divide the model's {experts.count} experts; "
+                f"use ep in {_common_divisors(experts.count)}"
+            )
+        if experts.width % layout.expert_tp:
+            raise InputError(
+                f"layout.etp is {layout.expert_tp} (default: tp), which does not divide the width of an expert ({experts.width}); "
+                f"use etp in {_common_divisors(experts.width)}"
+            )
+        if layout.tp > 1 and not layout.sp:
+            raise InputError(
+                f"layout.tp is {layout.tp} with layout.sp false: each of the tensor-parallel ranks would send every token to the experts; "
+                "set `sp: true`"
+            )
+
+
+def _experts_from_init(spec: ModelInitSpec) -> ExpertsConfig | None:
+    if spec.experts is None:
+        return None
+    return ExpertsConfig(spec.experts, spec.experts_per_token, spec.intermediate_size, normalize=True)
 
 
 def stretched(config: ModelConfig, scaling: RopeScalingSpec | None, max_positions: int | None) -> ModelConfig:
@@ -215,76 +287,6 @@ def stretched(config: ModelConfig, scaling: RopeScalingSpec | None, max_position
         return config
     trained = config.max_positions if isinstance(scaling, LinearRope) else scaling.original_positions
     return replace(config, rope_scaling=scaling, max_positions=max_positions or int(trained * scaling.factor))
-
-
-def transformer_config(
-    config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp8: Fp8Spec | None = None
-) -> TransformerConfig:
-    """Megatron's description of the model on `layout`, without weights' initialisation.
-
-    Raises InputError if the model cannot be split that way.
-    """
-    from torch.nn import functional
-
-    from nemo_rl_like.model.mcore import TransformerConfig
-    from nemo_rl_like.model.runtime import on_cuda, quiet
-
-    config.check_layout(layout)
-    last = len(config.layers_of_stage(layout.pp - 1, layout.pp))
-    uneven = layout.pp > 1 and config.layers % layout.pp != 0
-    with quiet():
-        return TransformerConfig(
-            num_layers=config.layers,
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.heads,
-            num_query_groups=config.kv_heads,
-            kv_channels=config.head_dim,
-            ffn_hidden_size=config.intermediate_size,
-            normalization="RMSNorm",
-            layernorm_epsilon=config.norm_eps,
-            gated_linear_unit=True,
-            activation_func=functional.silu,
-            add_bias_linear=False,
-            add_qkv_bias=config.qkv_bias,
-            qk_layernorm=config.qk_norm,
-            init_method_std=config.init_std,
-            perform_initialization=False,
-            use_cpu_initialization=not on_cuda(),
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attention_softmax_in_fp32=True,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            masked_softmax_fusion=False,
-            apply_rope_fusion=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
-            bf16=dtype.itemsize == 2,
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            num_layers_in_last_pipeline_stage=last if uneven else None,
-            sequence_parallel=layout.sp,
-            variable_seq_lengths=layout.pp > 1,
-            moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, in dense models too
-            batch_p2p_comm=False,
-            **_fp8_settings(fp8),
-        )
-
-
-def _fp8_settings(fp8: Fp8Spec | None) -> dict[str, Any]:
-    if fp8 is None:
-        return {}
-    return {
-        "fp8": fp8.format,
-        "fp8_recipe": fp8.recipe,
-        "first_last_layers_bf16": fp8.first_bf16_layers + fp8.last_bf16_layers > 0,
-        "num_layers_at_start_in_bf16": fp8.first_bf16_layers,
-        "num_layers_at_end_in_bf16": fp8.last_bf16_layers,
-        # A kept FP8 copy of a weight would be stale in the engine, which decodes outside Megatron's schedules.
-        "disable_parameter_transpose_cache": True,
-    }
 
 
 class _Reader:
@@ -310,6 +312,7 @@ class _Reader:
             vocab_size=self._int("vocab_size"),
             hidden_size=hidden,
             intermediate_size=self._int("intermediate_size"),
+            experts=self._experts(family.experts),
             layers=self._int("num_hidden_layers"),
             heads=heads,
             kv_heads=kv_heads,
@@ -329,13 +332,31 @@ class _Reader:
     def _family(self) -> Family:
         name = self._raw.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
-            raise self._error("model_type", f"is {name!r}; supported are {', '.join(FAMILIES)} (dense decoders)")
+            raise self._error("model_type", f"is {name!r}; supported are {', '.join(FAMILIES)}")
         family = FAMILIES[name]
         named = self._raw.get("architectures")
         supported = (family.architecture, family.score_architecture)
         if isinstance(named, list) and named and not set(supported) & set(named):
             raise self._error("architectures", f"is {named}; supported for {name} are {' and '.join(supported)}")
         return family
+
+    def _experts(self, names: ExpertNames | None) -> ExpertsConfig | None:
+        if names is None:
+            return None
+        count = self._int("num_local_experts" if names.count not in self._raw else names.count)
+        per_token = self._int("num_experts_per_tok")
+        if per_token > count:
+            raise self._error("num_experts_per_tok", f"is {per_token}, more than the {count} experts")
+        normalize = True if names.normalize is None else bool(self._raw.get(names.normalize, False))
+        if normalize and per_token == 1:
+            raise self._error("num_experts_per_tok", "is 1, so the weight of a token's expert would always be 1")
+        if self._raw.get("decoder_sparse_step", 1) != 1:
+            raise self._error("decoder_sparse_step", "is not 1; only experts in every layer are supported")
+        if self._raw.get("mlp_only_layers"):
+            raise self._error("mlp_only_layers", "is not empty; only experts in every layer are supported")
+        if self._float("router_jitter_noise", 0.0):
+            raise self._error("router_jitter_noise", "is not 0; noise is not supported")
+        return ExpertsConfig(count, per_token, self._int(names.width), normalize)
 
     def _score_head(self, family: Family) -> bool:
         named = self._raw.get("architectures")

@@ -23,6 +23,7 @@ from nemo_rl_like.model.attention_layouts import (
     similar_lengths,
 )
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.row_places import RowPlaces
 from nemo_rl_like.tokens.batch import TokenBatch
 
 Kind = Literal["padded", "packed", "shared_prefix"]
@@ -49,6 +50,8 @@ class MicroBatch:
     """int64 [M]"""
     source_index: Tensor
     """int64 [M]"""
+    row_places: RowPlaces | None = None
+    """Where each row's tokens are, if it was asked for."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """The same micro-batch on `device`, for activations of `dtype`."""
@@ -60,6 +63,7 @@ class MicroBatch:
             predict_index=self.predict_index.to(device),
             targets=self.targets.to(device),
             source_index=self.source_index.to(device),
+            row_places=None if self.row_places is None else self.row_places.to(device),
         )
 
 
@@ -73,6 +77,7 @@ def plan_microbatches(
     token_budget: int,
     together: Tensor | None = None,
     pair_cost: float = 0.0,
+    with_row_places: bool = False,
 ) -> list[MicroBatch]:
     """This data-parallel rank's share of `rows` (the whole minibatch's), cut into passes of at most `token_budget` tokens.
 
@@ -80,9 +85,9 @@ def plan_microbatches(
     `attention_pair_cost`). Every rank gets the same number of micro-batches, at least one; a missing one is one token with M = 0. A row (or the part of
     a prompt's group that cannot be smaller) longer than the budget makes a pass of its own. Rows of one `prompt_id` stay together
     under `shared_prefix`, and rows of one number in `together` int64 [B] under any kind. The plan is a function of the arguments alone, so ranks need not talk.
-    Raises ValueError if rows of one `prompt_id` have different prompts.
+    `with_row_places` fills `MicroBatch.row_places`. Raises ValueError if rows of one `prompt_id` have different prompts.
     """
-    planner = _Planner(batch, rows, kind, token_budget)
+    planner = _Planner(batch, rows, kind, token_budget, with_row_places)
     units = planner.units()
     if together is not None:
         units = _merged(units, together.tolist())
@@ -99,8 +104,7 @@ def attention_pair_cost(config: ModelConfig) -> float:
     4 heads d for the two products of a pair, 2 multiply-adds a parameter for a token; both triple in training. Norms and the output head
     are left out: they cost as much for a token of a short row as for one of a long row.
     """
-    parameters = sum(outputs * inputs for outputs, inputs in config.projections.values())
-    return 4 * config.heads * config.head_dim / (2 * parameters)
+    return 4 * config.heads * config.head_dim / (2 * config.active_parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,11 @@ class _Unit:
 class _Planner:
     """Knows each row's input length, and lays rows out."""
 
-    def __init__(self, batch: TokenBatch, rows: Sequence[int], kind: Kind, token_budget: int) -> None:
+    def __init__(
+        self, batch: TokenBatch, rows: Sequence[int], kind: Kind, token_budget: int, with_row_places: bool
+    ) -> None:
         self._batch, self._kind, self._budget = batch, kind, token_budget
+        self._with_row_places = with_row_places
         self._trained = batch.loss_mask.nonzero().flatten()
         self._cuts = torch.searchsorted(self._trained, batch.cu_seqlens)
         self._start: list[int] = batch.cu_seqlens.tolist()
@@ -281,7 +288,25 @@ class _Planner:
         prompt = self._batch.prompt_lens[index][row]
         place = torch.where(before < prompt, prompt_places[row] + before, rest_places[row] + before - prompt)
         return MicroBatch(
-            self._kind, input_ids, position_ids, attention, place, self._batch.tokens[source], source_index=source
+            self._kind,
+            input_ids,
+            position_ids,
+            attention,
+            place,
+            self._batch.tokens[source],
+            source_index=source,
+            row_places=self._row_places(rows, prompt_places, rest_places) if self._with_row_places else None,
+        )
+
+    def _row_places(self, rows: list[int], prompt_places: Tensor, rest_places: Tensor) -> RowPlaces:
+        lengths = [self._length[row] for row in rows]
+        on_prompt = [min(self._prompt[row], length) for row, length in zip(rows, lengths, strict=True)]
+        rest = [length - before for length, before in zip(lengths, on_prompt, strict=True)]
+        index = torch.arange(len(rows))
+        return RowPlaces(
+            torch.cat([_ranges(prompt_places.tolist(), on_prompt), _ranges(rest_places.tolist(), rest)]),
+            torch.cat([torch.repeat_interleave(index, torch.tensor(part)) for part in (on_prompt, rest)]),
+            torch.tensor(lengths),
         )
 
 

@@ -14,26 +14,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_rl_like.model.attention import AttentionCall, rotate, rotated, without_padding
+from nemo_rl_like.model.attention import AttentionCall, rotate, rotated
 from nemo_rl_like.model.gradients import add_product, gradient_buffer
 from nemo_rl_like.model.mcore import (
     MLP,
     ColumnParallelLinear,
     IdentityOp,
+    MegatronModule,
+    MLPSubmodules,
     ModuleSpec,
+    ProcessGroupCollection,
     RowParallelLinear,
     SelfAttention,
     TransformerConfig,
     TransformerLayer,
+    checkpoint,
     get_gpt_layer_local_spec,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from nemo_rl_like.model.router import RowRouter
 
 
-def local_layer_spec(qk_norm: bool) -> ModuleSpec:
-    """One layer on the CPU. `qk_norm`: queries and keys pass a norm of their own."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+def local_layer_spec(qk_norm: bool, experts: int | None = None) -> ModuleSpec:
+    """One layer on the CPU. `qk_norm`: queries and keys pass a norm of their own; `experts`: how many, None for a dense layer."""
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     spec.module, layer = LocalLayer, spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     layer.self_attention.module, attention = LocalSelfAttention, layer.self_attention.submodules
@@ -41,6 +46,11 @@ def local_layer_spec(qk_norm: bool) -> ModuleSpec:
     attention.core_attention = IdentityOp  # the layout attends
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if experts is not None:
+        linears = MLPSubmodules(linear_fc1=LocalColumnLinear, linear_fc2=LocalRowLinear)
+        layer.mlp.submodules.experts = ModuleSpec(module=LocalExperts, submodules=linears)
+        layer.mlp.submodules.router = RowRouter
+        return spec
     layer.mlp.module = LocalMlp
     layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = LocalColumnLinear, LocalRowLinear
     return spec
@@ -55,7 +65,11 @@ class LocalLayer(TransformerLayer):
         """[s, b, H] -> the same shape; the second value is Megatron's cross-attention context."""
         attended, _ = self.self_attention(self.input_layernorm(hidden_states), packed_seq_params=packed_seq_params)
         middle = hidden_states + attended
-        out, _ = self.mlp(self.pre_mlp_layernorm(middle))
+        normed = self.pre_mlp_layernorm(middle)
+        if self.recompute_mlp and torch.is_grad_enabled():
+            out = checkpoint(lambda x: self.mlp(x)[0], False, normed)
+        else:
+            out = self.mlp(normed)[0]
         return middle + out, None
 
 
@@ -75,8 +89,12 @@ class LocalSelfAttention(SelfAttention):
             raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
         call = packed_seq_params
         query, key, value = self._heads(hidden_states, call)
-        attend = partial(call.layout.attend, self.layer_number)
-        out: Tensor = self.linear_proj(without_padding(attend, call.padding, query, key, value))[0]
+        attend = partial(call.attend, partial(call.layout.attend, self.layer_number))
+        if self.checkpoint_core_attention and torch.is_grad_enabled():
+            attended = checkpoint(attend, False, query, key, value)
+        else:
+            attended = attend(query, key, value)
+        out: Tensor = self.linear_proj(attended)[0]
         return out, None
 
     def _heads(self, hidden_states: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,22 +112,58 @@ class LocalSelfAttention(SelfAttention):
 class LocalMlp(MLP):
     """SwiGLU: W2 (silu(W_gate x) * W_up x)."""
 
-    def forward(self, hidden_states: Tensor, **unused: object) -> tuple[Tensor, None]:
-        """[s, b, H] -> [s, b, H]; the second value is the bias Megatron's MLP may return."""
-        gate_and_up = self.linear_fc1(hidden_states)[0]
-        out: Tensor = self.linear_fc2(_SwiGlu.call(gate_and_up))[0]
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: object
+    ) -> tuple[Tensor, None]:
+        """[..., H] -> [..., H], each token's times `per_token_scale` [...] where given; the second value is the bias Megatron's MLP may
+        return."""
+        inner = _SwiGlu.call(self.linear_fc1(hidden_states)[0])
+        if per_token_scale is not None:
+            inner = (inner * per_token_scale[..., None]).to(inner.dtype)
+        out: Tensor = self.linear_fc2(inner)[0]
         return out, None
+
+
+class LocalExperts(MegatronModule):
+    """This rank's experts of one layer, one after the other."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.local_experts = torch.nn.ModuleList(
+            LocalMlp(
+                config,
+                submodules,
+                is_expert=True,
+                ffn_hidden_size=config.moe_ffn_hidden_size,
+                tp_group=pg_collection.expt_tp,
+            )
+            for _ in range(num_local_experts)
+        )
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Tokens [n, H] sorted by expert, how many each has, and their weights [n] -> [n, H]; the second value is a bias."""
+        counts = tokens_per_expert.tolist()
+        parts = zip(self.local_experts, tokens.split(counts), weights.split(counts), strict=True)
+        return torch.cat([expert(part, weight)[0] for expert, part, weight in parts]), None
 
 
 class LocalColumnLinear(ColumnParallelLinear):
     """x W^T with this rank's rows of W; the gradient of x is summed over the tensor-parallel ranks. With sequence parallelism x is a part of
-    the sequence, gathered here."""
+    the sequence, gathered here. An expert's x has been gathered before."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """[s, b, in] (or [s / tp, b, in]) -> [s, b, out / tp]; the second value is the bias Megatron's linear may leave to its caller."""
-        if self.sequence_parallel:
+        if self.is_expert:
+            out = _Linear.call(input_, self.weight, None)
+        elif self.sequence_parallel:
             out = _GatheredLinear.call(input_, self.weight, self.tp_group)
         else:
             out = _Linear.call(input_, self.weight, self.tp_group if self.tp_group.size() > 1 else None)
@@ -118,11 +172,13 @@ class LocalColumnLinear(ColumnParallelLinear):
 
 class LocalRowLinear(RowParallelLinear):
     """x W^T with this rank's columns of W and its part of x, summed over the tensor-parallel ranks; with sequence parallelism each of them
-    keeps a part of the sequence."""
+    keeps a part of the sequence. An expert's are summed afterwards."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[s, b, in / tp] -> [s, b, out] (or [s / tp, b, out]); the second value is the bias Megatron's linear may leave to its caller."""
         out = _Linear.call(input_, self.weight, None)
+        if self.is_expert:
+            return out, None
         if self.sequence_parallel:
             out = reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
         elif self.tp_group.size() > 1:

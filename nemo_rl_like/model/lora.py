@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -116,6 +117,7 @@ class Adapter(nn.Module):
 
 def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed: int) -> None:
     """Put adapters on the model and freeze all else. A is drawn from `seed`, the same at every layout, and B is zero, as in PEFT."""
+    check_targets(config, lora)
     model.requires_grad_(False)
     for layer in model.decoder.layers:
         for path, projections in PROJECTIONS.items():
@@ -129,6 +131,17 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
     adapters = AdapterMap(config, lora)
     adapters.mark_shards(model)
     adapters.load_hf(model, _FreshAdapters(adapters, seed))
+
+
+def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
+    """Raise InputError for a projection that cannot have an adapter in this model."""
+    wrong = [name for name in lora.targets if config.experts is not None and name in FFN_PROJECTIONS]
+    if wrong:
+        others = [name for name in config.projections if name not in FFN_PROJECTIONS]
+        raise InputError(
+            f"policy.lora.targets has {', '.join(wrong)}, which are in experts of a {config.family} model, and experts have no adapters; "
+            f"use targets: [{', '.join(others)}]"
+        )
 
 
 def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype: torch.dtype) -> Adapter:

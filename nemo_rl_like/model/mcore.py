@@ -19,9 +19,11 @@ with runtime.quiet():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
+        checkpoint,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         reduce_from_tensor_model_parallel_region,
@@ -31,8 +33,10 @@ with runtime.quiet():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -46,15 +50,20 @@ __all__ = [
     "DistributedOptimizer",
     "GPTModel",
     "IdentityOp",
+    "MLPSubmodules",
     "MegatronModule",
+    "MoELayer",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "ProcessGroupCollection",
     "RowParallelLinear",
     "SelfAttention",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
+    "checkpoint",
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",

@@ -150,15 +150,22 @@ def init_distributed(
     pp: int,
     timeout_s: float,
     threads: int = 0,
+    *,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
 ) -> None:
-    """Join the world of ranks and make Megatron's groups; ranks are row-major in (dp, pp, tp), tp fastest.
+    """Join the world of ranks and make Megatron's groups; ranks are row-major in (pp, dp, cp, tp), tp fastest.
 
-    `threads` are this rank's CPU threads (0: leave as they are); `timeout_s` bounds every collective, in seconds.
-    Raises InputError if tp * pp does not divide `world`. A second call only remakes the
+    `threads` are this rank's CPU threads (0: leave as they are); `timeout_s` bounds every collective, in seconds; `ep` and `etp` (None: tp)
+    split the experts over the ranks of a stage, row-major in (ep, etp).
+    Raises InputError if tp * cp * pp does not divide `world`. A second call only remakes the
     model-parallel groups for another layout of the same world, and does nothing for the same layout.
     """
-    if world % (tp * pp):
-        raise InputError(f"world size {world} is not a multiple of tp * pp = {tp} * {pp}; use tp * pp * dp ranks")
+    if world % (tp * cp * pp):
+        raise InputError(
+            f"world size {world} is not a multiple of tp * cp * pp = {tp} * {cp} * {pp}; use tp * cp * pp * dp ranks"
+        )
     if threads:
         torch.set_num_threads(threads)
     if not on_cuda():
@@ -169,7 +176,7 @@ def init_distributed(
         dist.init_process_group(
             backend(), init_method=f"tcp://{master_addr}:{master_port}", rank=rank, world_size=world, timeout=timeout
         )
-    _init_model_parallel(tp, pp, timeout_s)
+    _init_model_parallel(tp, cp, pp, ep, tp if etp is None else etp, timeout_s)
     logger.debug("rank %d of %d joined on %s with tp=%d pp=%d", rank, world, device(), tp, pp)
 
 
@@ -188,21 +195,27 @@ def _choose_device(rank: int) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
 
 
-def _init_model_parallel(tp: int, pp: int, timeout_s: float) -> None:
+def _init_model_parallel(tp: int, cp: int, pp: int, ep: int, etp: int, timeout_s: float) -> None:
     from nemo_rl_like.model.mcore import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
-        if sizes == (tp, pp):
+        if sizes == (tp, cp, pp, ep, etp):
             return  # a second model of the same ranks, for example a frozen reference
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        order="tp-cp-ep-pp-dp",
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,
     )

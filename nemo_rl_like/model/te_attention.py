@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotate, without_padding
+from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotate
 from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout
-from nemo_rl_like.model.mcore import ModuleSpec
+from nemo_rl_like.model.mcore import ModuleSpec, TransformerConfig, parallel_state
+from nemo_rl_like.model.router import RowRouter
 
 with runtime.quiet():
     from megatron.core.extensions.transformer_engine import (
@@ -25,6 +28,14 @@ with runtime.quiet():
 
 class TeLayoutAttention(TEDotProductAttention):
     """Padded and packed rows on Transformer Engine's kernels; other layouts, and float32, attend themselves."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        ranks = parallel_state.get_context_parallel_world_size()
+        if ranks > 1:  # each of them attends with some of the heads
+            config = copy.copy(config)
+            config.num_attention_heads //= ranks
+            config.num_query_groups //= ranks
+        super().__init__(config, *args, **kwargs)
 
     def forward(
         self,
@@ -42,7 +53,7 @@ class TeLayoutAttention(TEDotProductAttention):
             raise ValueError("this attention takes its layout from an AttentionCall")
         call = packed_seq_params
         query, key = rotate(query, call.rotary), rotate(key, call.rotary)
-        return without_padding(partial(self._attend, call.layout), call.padding, query, key, value)
+        return call.attend(partial(self._attend, call.layout), query, key, value)
 
     def _attend(self, layout: AttentionLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.dtype is not torch.float32:  # the kernels take 16-bit types only
@@ -63,13 +74,20 @@ class TeLayoutAttention(TEDotProductAttention):
         return out.reshape(out.size(0), 1, -1)
 
 
-def transformer_engine_spec(qk_norm: bool, *, fuse_norms: bool = True) -> ModuleSpec:
-    """One layer on Transformer Engine. `qk_norm`: queries and keys pass a norm of their own; `fuse_norms`: in one kernel with the linear
-    layer behind, which then shows nobody its input."""
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+def transformer_engine_spec(qk_norm: bool, experts: int | None = None, *, fuse_norms: bool = True) -> ModuleSpec:
+    """One layer on Transformer Engine. `qk_norm`: queries and keys pass a norm of their own; `experts`: how many, None for a dense layer;
+    `fuse_norms`: in one kernel with the linear layer behind, which then shows nobody its input."""
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=qk_norm
+    )
     layer = spec.submodules
     layer.self_attention.submodules.core_attention = TeLayoutAttention
+    if experts is not None:
+        layer.mlp.submodules.router = RowRouter
     if not fuse_norms:
-        layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
-        layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+        layer.input_layernorm = TENorm
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if experts is None:
+            layer.pre_mlp_layernorm = TENorm
+            layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
     return spec

@@ -1,7 +1,8 @@
-"""Hugging Face names and shapes <-> this rank's Megatron parameters, both ways, at any tensor- and pipeline-parallel layout.
+"""Hugging Face names and shapes <-> this rank's Megatron parameters, both ways, at any tensor-, expert- and pipeline-parallel layout.
 
 Packing: `linear_qkv` is, per key/value head, [its query heads, key, value]; `linear_fc1` is [gate, up]. Tensor parallelism cuts
-embeddings, `linear_qkv` and each half of `linear_fc1` by rows, `linear_proj` and `linear_fc2` by columns.
+embeddings, `linear_qkv` and each half of `linear_fc1` by rows, `linear_proj` and `linear_fc2` by columns. Expert parallelism gives each of
+its ranks an equal run of a layer's experts, which have tensor-parallel ranks of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.model.families import FAMILIES
 from nemo_rl_like.model.forward import MegatronModel
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
 
@@ -40,9 +42,12 @@ class Entry:
     shapes: tuple[tuple[int, ...], ...]
     """Hugging Face shapes, in the order of `hf`."""
     names: tuple[str, ...]
-    """Megatron's name (without the layer's prefix), and its name under Transformer Engine where that differs."""
+    """Megatron's name (without the layer's prefix), and its name under Transformer Engine where that differs; `{expert}` stands for the
+    expert's number on its rank."""
     layer: int | None = None
     """Global layer index; None outside the layers."""
+    expert: int | None = None
+    """Global index of the expert within the layer; None outside the experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class WeightMap:
 
     def __init__(self, config: ModelConfig, entries: tuple[Entry, ...] | None = None) -> None:
         self._config = config
+        self._experts = 1 if config.experts is None else config.experts.count
         self.entries = tuple(_entries(config)) if entries is None else entries
 
     def owns(self, name: str) -> bool:
@@ -110,7 +116,7 @@ class WeightMap:
 
     def mark_shards(self, model: MegatronModel) -> None:
         """Tell Megatron which parameters are pieces of a tensor: the gradient norm counts those on every tensor-parallel rank,
-        and a tensor that each rank holds whole once.
+        and a tensor that each rank holds whole once. Gradients of experts are summed over the ranks that hold the same ones.
 
         Megatron marks them where it initialises weights, which `build_model` leaves out.
         """
@@ -121,6 +127,8 @@ class WeightMap:
                     marks = (entry.packing != "whole", 1 if entry.packing == "columns" else 0, 1)
                     for mark, value in zip(_SHARD_MARKS, marks, strict=True):
                         setattr(parameters[name], mark, value)
+                    if entry.expert is not None:
+                        parameters[name].allreduce = not _experts_apart()
 
     def scatter_hf(self, model: MegatronModel, reader: TensorReader) -> dict[str, Tensor]:
         """This rank's part of each of `reader`'s tensors (for example Adam moments), by parameter name; new tensors."""
@@ -139,19 +147,18 @@ class WeightMap:
         for entry in self.entries:
             name = self._local_name(model, entry)
             local = None if name is None else _named(source, name)
-            full = gather.to_rank_zero(entry, self._owner(entry), local, self._padded_shape(entry))
+            full = gather.to_rank_zero(entry, self._leader(entry), local, self._padded_shape(entry))
             parts = [None] * len(entry.hf) if full is None else self._split(entry, full)
             yield from zip(entry.hf, parts, strict=True)
 
     def _local_tensors(self, model: MegatronModel, reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
         self.check(reader)
-        tp, rank = _tp_size(), parallel_state.get_tensor_model_parallel_rank()
         filled = set()
         for entry in self.entries:
             names = [self._local_name(model, entry), self._tied_copy(model, entry)]
             for name in (n for n in names if n is not None):
                 filled.add(name)
-                yield name, _shard(entry, self._merge(entry, reader), tp, rank)
+                yield name, _shard(entry, self._merge(entry, reader), _group_of(entry))
         left = sorted({name for name, _ in model.named_parameters() if self.owns(name)} - filled)
         if left:
             raise ValueError(f"the weight map has no entry for Megatron's parameters {left}")
@@ -178,24 +185,36 @@ class WeightMap:
         rows = self._config.padded_vocab(_tp_size()) if entry.packing == "vocab" else sum(s[0] for s in entry.shapes)
         return (rows, *entry.shapes[0][1:])
 
-    def _owner(self, entry: Entry) -> int:
+    def _stage_of(self, entry: Entry) -> int:
         """Pipeline stage that holds the tensor (the first one for a tied embedding)."""
         pp = parallel_state.get_pipeline_model_parallel_world_size()
         if entry.layer is not None:
             return entry.layer // len(self._config.layers_of_stage(0, pp))
         return 0 if entry.hf == (_EMBEDDING,) else pp - 1
 
+    def _expert_place(self, entry: Entry) -> tuple[int, int]:
+        """Expert-parallel rank that holds the tensor, and the expert's number there; both 0 outside the experts."""
+        return divmod(entry.expert or 0, self._experts // _ep_size())
+
+    def _leader(self, entry: Entry) -> int:
+        """First of the global ranks that hold the tensor."""
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        first = self._stage_of(entry) * (dist.get_world_size() // stages)
+        return first + self._expert_place(entry)[0] * _etp_size()
+
     def _local_name(self, model: MegatronModel, entry: Entry) -> str | None:
-        """The parameter's name on this stage; None on a stage that does not own it."""
+        """The parameter's name on this rank; None where another stage or expert-parallel rank holds it."""
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        if self._owner(entry) != stage:
+        owner, expert = self._expert_place(entry)
+        if self._stage_of(entry) != stage or (entry.expert is not None and owner != _ep_rank()):
             return None
         prefix = ""
         if entry.layer is not None:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             prefix = f"decoder.layers.{entry.layer - self._config.layers_of_stage(stage, stages).start}."
         present = {name for name, _ in model.named_parameters()}
-        return next((prefix + name for name in entry.names if prefix + name in present), None)
+        names = (prefix + name.replace("{expert}", str(expert)) for name in entry.names)
+        return next((name for name in names if name in present), None)
 
     def _tied_copy(self, model: MegatronModel, entry: Entry) -> str | None:
         """The last stage's own copy of a tied embedding, when it is not the first stage too."""
@@ -207,50 +226,41 @@ class WeightMap:
 
 
 class _Gather:
-    """Brings one tensor at a time to global rank 0, over the ranks of data-parallel rank 0."""
+    """Brings one tensor at a time to global rank 0, from the first ranks that hold it."""
 
     def __init__(self, source: Mapping[str, Tensor]) -> None:
         first = next(iter(source.values()))  # one only: a mapping may gather each tensor when it is read
         self._dtype, self._device = first.dtype, first.device
-        self._takes_part = parallel_state.get_data_parallel_rank() == 0
-        self._tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._rank = dist.get_rank()
 
-    def to_rank_zero(self, entry: Entry, owner: int, local: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-        """The whole tensor on global rank 0, None elsewhere."""
-        if not self._takes_part:
-            return None
+    def to_rank_zero(self, entry: Entry, leader: int, local: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+        """The whole tensor on global rank 0, None elsewhere. `leader`: first of the global ranks that hold it."""
         full: Tensor | None = None
-        if self._stage == owner:
+        group = _group_of(entry)
+        if dist.get_process_group_ranks(group)[0] == leader:
             if local is None:
-                raise ValueError(f"this stage has no Megatron parameter for {entry.hf}")
+                raise ValueError(f"rank {self._rank} has no Megatron parameter for {entry.hf}")
             if local.dtype is not self._dtype:
                 raise ValueError(f"{entry.hf}: tensors must share one dtype, got {local.dtype} beside {self._dtype}")
-            full = self._over_tp(entry, local.detach())
-        if owner == 0 or self._tp_rank != 0:
-            return full if dist.get_rank() == 0 else None
-        return self._over_pp(full, owner, shape)
-
-    def _over_tp(self, entry: Entry, local: Tensor) -> Tensor | None:
-        size, group = _tp_size(), parallel_state.get_tensor_model_parallel_group()
-        if size == 1 or entry.packing == "whole":
-            return local if self._tp_rank == 0 else None
-        leader = dist.get_process_group_ranks(group)[0]
-        shards = [torch.empty_like(local) for _ in range(size)] if self._tp_rank == 0 else None
-        dist.gather(local.contiguous(), shards, dst=leader, group=group)
-        return None if shards is None else _unshard(entry, shards)
-
-    def _over_pp(self, full: Tensor | None, owner: int, shape: tuple[int, ...]) -> Tensor | None:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        stages = dist.get_process_group_ranks(group)
+            full = self._in_group(entry, local.detach(), group)
+        if leader == 0:
+            return full
         if full is not None:
-            dist.send(full.contiguous(), dst=stages[0], group=group)
-            return None
-        if self._stage != 0:
+            dist.send(full.contiguous(), dst=0)
+        if self._rank != 0:
             return None
         received = torch.empty(shape, dtype=self._dtype, device=self._device)
-        dist.recv(received, src=stages[owner], group=group)
+        dist.recv(received, src=leader)
         return received
+
+    def _in_group(self, entry: Entry, local: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+        """The whole tensor on the group's first rank."""
+        first = group.rank() == 0
+        if group.size() == 1 or entry.packing == "whole":
+            return local if first else None
+        shards = [torch.empty_like(local) for _ in range(group.size())] if first else None
+        dist.gather(local.contiguous(), shards, dst=dist.get_global_rank(group, 0), group=group)
+        return None if shards is None else _unshard(entry, shards)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, kv_heads: int) -> Tensor:
@@ -266,12 +276,13 @@ def unpack_qkv(packed: Tensor, kv_heads: int, queries_per_kv: int) -> tuple[Tens
     return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
 
-def _shard(entry: Entry, full: Tensor, tp: int, rank: int) -> Tensor:
-    if tp == 1 or entry.packing == "whole":
+def _shard(entry: Entry, full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size, rank = group.size(), group.rank()
+    if size == 1 or entry.packing == "whole":
         return full
     if entry.packing == "gate_up":
-        return torch.cat([half.chunk(tp)[rank] for half in full.chunk(2)])
-    return full.chunk(tp, dim=1 if entry.packing == "columns" else 0)[rank]
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    return full.chunk(size, dim=1 if entry.packing == "columns" else 0)[rank]
 
 
 def _unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
@@ -287,9 +298,36 @@ def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[name]
 
 
+def _group_of(entry: Entry) -> dist.ProcessGroup:
+    """The ranks over which the tensor is cut."""
+    if entry.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
 def _tp_size() -> int:
     size: int = parallel_state.get_tensor_model_parallel_world_size()
     return size
+
+
+def _etp_size() -> int:
+    size: int = parallel_state.get_expert_tensor_parallel_world_size()
+    return size
+
+
+def _ep_size() -> int:
+    size: int = parallel_state.get_expert_model_parallel_world_size()
+    return size
+
+
+def _ep_rank() -> int:
+    rank: int = parallel_state.get_expert_model_parallel_rank()
+    return rank
+
+
+def _experts_apart() -> bool:
+    """Whether other ranks hold the same experts than hold the same dense weights."""
+    return _ep_size() > 1 or _etp_size() != _tp_size()
 
 
 def _entries(config: ModelConfig) -> Iterator[Entry]:
@@ -343,6 +381,31 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
         ((hidden,),),
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     )
+    if config.experts is not None:
+        yield from _expert_entries(config, layer)
+        return
     gate_up = hf("mlp.gate_proj.weight", "mlp.up_proj.weight")
     yield entry("gate_up", gate_up, (matrices["gate_proj"], matrices["up_proj"]), ("mlp.linear_fc1.weight",))
     yield entry("columns", hf("mlp.down_proj.weight"), (matrices["down_proj"],), ("mlp.linear_fc2.weight",))
+
+
+def _expert_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
+    experts, names = config.experts, FAMILIES[config.family].experts
+    if experts is None or names is None:
+        raise ValueError(f"a {config.family} model has no experts")
+    gate, up, down = names.projections
+    shapes = [config.projections[name] for name in FFN_PROJECTIONS]
+    block = f"model.layers.{layer}.{names.block}"
+    router = ((experts.count, config.hidden_size),)
+    yield Entry("whole", (f"{block}.gate.weight",), router, ("mlp.router.weight",), layer)
+    for i in range(experts.count):
+        hf = tuple(f"{block}.experts.{i}.{x}.weight" for x in (gate, up))
+        yield Entry("gate_up", hf, (shapes[0], shapes[1]), _expert_names("linear_fc1"), layer, i)
+        yield Entry(
+            "columns", (f"{block}.experts.{i}.{down}.weight",), (shapes[2],), _expert_names("linear_fc2"), layer, i
+        )
+
+
+def _expert_names(part: str) -> tuple[str, str]:
+    """One expert by itself, and as Transformer Engine's product over all of a rank's experts holds it."""
+    return f"mlp.experts.local_experts.{{expert}}.{part}.weight", f"mlp.experts.{part}.weight{{expert}}"

@@ -30,7 +30,7 @@ CRITIC_PREFIX, REFERENCE_PREFIX, AVERAGE_PREFIX = "critic-", "reference-", "aver
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy hosted as `service` in a worker group with axes dp, pp, tp."""
+    """A policy hosted as `service` in a worker group with axes pp, dp, cp, tp."""
 
     group: WorkerGroup
     service: str = POLICY
@@ -73,7 +73,7 @@ class Policy:
     def start_ranks(session: RaySession, spec: PolicySpec, name: str = POLICY) -> WorkerGroup:
         """Start the ranks alone, for models to be hosted on."""
         layout = spec.layout
-        axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
+        axes = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
         return WorkerGroup.start(name, session=session, axes=axes, threads=spec.threads_per_rank)
 
     def host(

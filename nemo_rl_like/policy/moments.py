@@ -20,14 +20,15 @@ MASTER = "master"
 
 
 class GatheredState(Mapping[str, Tensor]):
-    """One kind of optimizer state by parameter name, gathered over data-parallel ranks when it is read.
+    """One kind of optimizer state by parameter name, gathered over the ranks that hold the parameter when it is read.
 
-    Every data-parallel rank must read the same names in the same order.
+    Those must read the same names in the same order.
     """
 
     def __init__(self, optimizer: PolicyOptimizer, names: Mapping[torch.nn.Parameter, str], kind: str) -> None:
         self._kind = kind
         self._shapes = {name: parameter.shape for parameter, name in names.items()}
+        self._experts = {name for parameter, name in names.items() if not getattr(parameter, "allreduce", True)}
         self._owned: dict[str, tuple[Tensor, int, int]] = {}
         for part, parameter, main, start, end in optimizer.shards():
             state = main.data if kind == MASTER else part.optimizer.state[main].get(kind, torch.zeros_like(main.data))
@@ -41,8 +42,14 @@ class GatheredState(Mapping[str, Tensor]):
             state, start, end = self._owned[name]
             full[start:end] = state.view(-1)
         bits = full.view(torch.int32)
-        dist.all_reduce(bits, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(bits, group=self._sharers(name))
         return full.view(shape)
+
+    def _sharers(self, name: str) -> dist.ProcessGroup:
+        """The ranks that hold the same parameter, each a slice of its state."""
+        if name in self._experts:
+            return parallel_state.get_expert_data_parallel_group()
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost, plan_microbatches
 from nemo_rl_like.model.lora import add_adapters
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
 from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
@@ -97,7 +99,7 @@ class Walked:
 class PolicyRank:
     """One rank of a policy: its shard of the Megatron model and, once training starts, DDP and the optimizer.
 
-    Args: `context` from the worker group, with axes dp, pp, tp; `folder`, a Hugging Face folder (with weights, unless
+    Args: `context` from the worker group, with axes pp, dp, cp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
     number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`; with `adapter_seed`
     the adapters of `policy.lora` are put on it and trained alone;
@@ -129,6 +131,9 @@ class PolicyRank:
             layout.pp,
             timeout_s,
             context.threads,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.etp,
         )
         self.config = ModelConfig.from_hf_folder(Path(folder))
         weights: TensorReader
@@ -147,6 +152,7 @@ class PolicyRank:
             weights=weights,
             fp8=policy.fp8,
             adapters=lora is not None,
+            recompute=policy.recompute,
         )
         if lora is not None and adapter_seed is not None:
             add_adapters(self.model, self.config, lora, adapter_seed)
@@ -194,6 +200,8 @@ class PolicyRank:
                 (*names, *RATIO_METRICS),
                 [*further, ratio_quantiles(walked.logprobs, part.extras["proximal"], mask)],
             )
+        if self.model.watch is not None:
+            names, further = (*names, *ROUTER_METRICS), [*further, self.model.watch.metrics()]
         walked = replace(walked, sums=torch.cat([walked.sums, *further]))
         metrics = self._report(part, stats.live_rows, walked, names, gap)
         step = optimizer.step()
@@ -265,6 +273,7 @@ class PolicyRank:
             token_budget=self._spec.micro_batch_tokens,
             together=walk.together(batch),
             pair_cost=attention_pair_cost(self.config),
+            with_row_places=training and self.model.watch is not None,
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
@@ -296,14 +305,39 @@ class PolicyRank:
             return loss, torch.zeros((), dtype=torch.int, device=device), None
 
         model = self._ddp if training and self._ddp else self.model
-        run_schedule(model, micro_batches, forward, training=training, finalize=walk.finalize)
+        with self._balanced(rows, walk, training):
+            run_schedule(model, micro_batches, forward, training=training, finalize=walk.finalize)
         return Walked(*self._share(flat, entropy, sums))
+
+    def _balanced(self, rows: Tensor, walk: Walk, training: bool) -> AbstractContextManager[None]:
+        """Experts are balanced in a step's own walk; the log-probs of others and further losses leave the routers alone."""
+        if self.model.watch is None or not (training and walk.finalize):
+            return nullcontext()
+        weight = 1.0 / max(1, int(rows.sum()))
+        return self.model.watch.step(self._spec.router, weight, walk.scale, runtime.device())
 
     def _outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
         """What the head says of the pass's tokens, and of further `candidates` [M, K] in their places."""
+        mine, context = self.model.scored_here(micro_batch), self.model.context
+        if mine is None or context is None:
+            return self._of_head(hidden, micro_batch.targets, walk, candidates)
+        own = self._of_head(hidden, micro_batch.targets[mine], walk, None if candidates is None else candidates[mine])
+        count = len(micro_batch.targets)
+
+        def whole(part: Tensor | None) -> Tensor | None:
+            return None if part is None else context.whole(part, mine, count)
+
+        return Outputs(
+            context.whole(own.logprobs, mine, count),
+            whole(own.entropy),
+            whole(own.collision),
+            whole(own.candidates),
+            whole(own.log_norm),
+        )
+
+    def _of_head(self, hidden: Tensor, targets: Tensor, walk: Walk, candidates: Tensor | None) -> Outputs:
         if self.config.score_head:
             return Outputs(token_scores(hidden, self.model))
-        targets = micro_batch.targets
         if candidates is not None:
             targets = torch.cat([targets[:, None], candidates.long()], dim=1)
         out = token_logprobs(

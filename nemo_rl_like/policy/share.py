@@ -11,9 +11,10 @@ from nemo_rl_like.model.mcore import parallel_state
 def from_last_stages(values: Tensor) -> Tensor:
     """The sum over data-parallel ranks of what the last pipeline stages hold, in place and on every rank: one all-reduce.
 
-    Tensor-parallel ranks hold the same values, of which one counts; what other ranks hold does not.
+    Tensor- and context-parallel ranks hold the same values, of which one counts; what other ranks hold does not.
     """
-    tells = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    one = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    tells = parallel_state.is_pipeline_last_stage() and one
     if not tells:
         values.zero_()
     if dist.get_world_size() > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -71,6 +71,12 @@ def top_of_batch(model: MegatronModel, batch: TokenBatch, asked: TopK, policy: P
             chunk_tokens=policy.logprob_chunk_tokens,
             below=asked.below,
         )
+        mine, context = model.scored_here(micro_batch), model.context
+        if mine is not None and context is not None:
+            count = len(micro_batch.targets)
+            top = replace(
+                top, ids=context.whole(top.ids, mine, count), logprobs=context.whole(top.logprobs, mine, count)
+            )
         ids[micro_batch.source_index] = top.ids.int()
         logprobs[micro_batch.source_index] = top.logprobs
         return logprobs.new_zeros(()), torch.zeros((), dtype=torch.int, device=device), None

@@ -69,12 +69,16 @@ RopeScalingSpec = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discrimina
 class ModelInitSpec(Spec):
     """A model made from scratch."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    family: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"] = "llama"
     """Architecture family."""
     hidden_size: PositiveInt = 192
     """Width of the residual stream, in channels."""
     intermediate_size: PositiveInt = 512
-    """Width of the feed-forward layer, in channels."""
+    """Width of the feed-forward layer, in channels; of one expert's with `experts`."""
+    experts: PositiveInt | None = None
+    """Experts of every layer, in families that have some; each token passes `experts_per_token` of them."""
+    experts_per_token: Annotated[int, Field(ge=2)] = 2
+    """Experts that a token passes; their weights sum to 1."""
     layers: PositiveInt = 5
     """Number of decoder layers."""
     heads: PositiveInt = 6
@@ -89,6 +93,19 @@ class ModelInitSpec(Spec):
     """Base of the rotary position embedding."""
     tie_embeddings: bool = True
     """Share the input embedding and the output head."""
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> ModelInitSpec:
+        mixture = self.family in ("mixtral", "qwen3_moe")
+        if mixture and self.experts is None:
+            raise ValueError(f"a {self.family} model needs `experts`; give their number, or choose a dense `family`")
+        if not mixture and self.experts is not None:
+            raise ValueError(
+                f"a {self.family} model has no `experts`; leave it out, or use `family` mixtral or qwen3_moe"
+            )
+        if self.experts is not None and self.experts_per_token > self.experts:
+            raise ValueError(f"`experts_per_token` is {self.experts_per_token}, more than the {self.experts} `experts`")
+        return self
 
 
 class TokenizerSpec(Spec):

@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
 
 
 class LayoutSpec(Spec):
-    """How the model is split over ranks; world size = dp * pp * tp."""
+    """How the model is split over ranks; world size = dp * pp * cp * tp."""
 
     tp: PositiveInt = 1
     """Tensor-parallel ranks."""
     pp: PositiveInt = 1
     """Pipeline-parallel stages."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks: each has 1 / cp of every sequence, and for attention 1 / cp of the heads of the whole one."""
     dp: PositiveInt = 1
     """Data-parallel ranks."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks: each holds 1 / ep of every layer's experts, and tokens travel to theirs. They are taken from the `dp * cp * tp`
+    ranks of a pipeline stage."""
+    etp: PositiveInt | None = None
+    """Tensor-parallel ranks of one expert; default: `tp`."""
     sp: bool = False
     """Sequence parallelism: each of the `tp` ranks keeps a part of the sequence between its linear layers, so that residuals and norms take
     1 / tp of the memory."""
@@ -29,7 +36,32 @@ class LayoutSpec(Spec):
             raise ValueError(
                 "`sp` shares sequences among the tensor-parallel ranks, and `tp` is 1; leave it out, or raise `tp`"
             )
+        if self.stage_ranks % (self.ep * self.expert_tp):
+            raise ValueError(
+                f"`ep` * `etp` is {self.ep} * {self.expert_tp}, which does not divide `dp` * `cp` * `tp` ({self.dp} * {self.cp} * {self.tp}); "
+                "lower `ep`, set `etp: 1`, or raise `dp`"
+            )
         return self
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.pp * self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of one expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def experts_cross_replicas(self) -> bool:
+        """Whether a token may have to travel to another data-parallel rank."""
+        return self.ep * self.expert_tp > self.cp * self.tp
 
 
 class Fp8Spec(Spec):
@@ -43,6 +75,34 @@ class Fp8Spec(Spec):
     """Layers at the start that stay in bfloat16."""
     last_bf16_layers: NonNegativeInt = 0
     """Layers at the end that stay in bfloat16."""
+
+
+class RouterSpec(Spec):
+    """Losses that a model with experts adds to each training step, for every row and layer alike."""
+
+    balance_loss: NonNegativeFloat = 0.0
+    """Coefficient of the loss that is least when a row's tokens use all experts alike (DeepSeek-V3, arXiv 2412.19437)."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the squared log-normaliser of the router's logits (ST-MoE, arXiv 2202.08906)."""
+
+
+class RecomputeSpec(Spec):
+    """Activations that are not kept for the backward pass, which computes them again: less memory for more work."""
+
+    kind: Literal["full", "selective"] = "full"
+    """`full`: all of a layer but its input; `selective`: the activations inside some modules."""
+    layers: PositiveInt | None = None
+    """With `full`: this many layers of every pipeline stage, from its start; default: all."""
+    modules: Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], Field(min_length=1)] = ("core_attn",)
+    """With `selective`: the attention between the projections, the feed-forward layer, the layer of experts."""
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> RecomputeSpec:
+        if self.kind == "selective" and self.layers is not None:
+            raise ValueError("`layers` goes with `kind: full`; `selective` takes `modules`, in every layer")
+        if self.kind == "full" and "modules" in self.model_fields_set:
+            raise ValueError("`modules` goes with `kind: selective`; `full` takes `layers`")
+        return self
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -77,6 +137,10 @@ class PolicySpec(Spec):
     """Token budget of one forward-backward pass on one rank, in tokens; one longer row still makes a pass of its own."""
     fp8: Fp8Spec | None = None
     """Compute linear layers in FP8 (an NVIDIA GPU of the Hopper generation or newer, `model.dtype: bfloat16`); default: off."""
+    recompute: RecomputeSpec | None = None
+    """Compute activations again in the backward pass instead of keeping them; default: keep them."""
+    router: RouterSpec = RouterSpec()
+    """Losses of a model with experts."""
     lora: LoraSpec | None = None
     """Train adapters instead of the whole model; default: off."""
     logprob_chunk_tokens: PositiveInt = 1024

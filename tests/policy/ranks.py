@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from nemo_rl_like.cluster.context import RankContext, axis_ranks
+from nemo_rl_like.spec.policy import LayoutSpec
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -52,3 +55,11 @@ def _entry(
     except BaseException:
         error.write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise
+
+
+def context_of(layout: LayoutSpec, rank: int, world: int, port: int) -> RankContext:
+    """What a worker group would tell this rank of a policy."""
+    axes = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
+    return RankContext(
+        "policy", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node"
+    )

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
-from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.policy.gap import GapExceeded, GapLimit
 from nemo_rl_like.policy.rank import NonFinite, PolicyRank, Walk
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
@@ -25,6 +24,7 @@ from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training.step_service import minibatches
+from tests.policy.ranks import context_of
 from tests.policy.test_laws import TEMPERATURE, make_batch
 
 PLAIN = OptimizerSpec(lr=1e-2, eps=1e-4, clip_grad=1.0)
@@ -35,8 +35,7 @@ UPDATES = 4
 
 def member(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, optimizer: OptimizerSpec) -> PolicyRank:
     """A rank that is ready to train."""
-    axes = {"dp": policy.layout.dp, "pp": policy.layout.pp, "tp": policy.layout.tp}
-    place = RankContext("p", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node")
+    place = context_of(policy.layout, rank, world, port)
     made = PolicyRank(place, folder=str(folder), policy=policy, dtype="float32")
     made.start_training(optimizer, 10)
     return made

@@ -13,16 +13,15 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from nemo_rl_like.algorithms.value_losses import ValueLoss
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
-from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, with_ends
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import context_of, run_ranks
 from tests.policy.test_laws import BETA1, VOCAB, make_batch, make_folder
 
 CLIP = 0.2
-LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True))
+LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2))
 
 
 def save_classifier(folder: Path) -> Path:
@@ -65,8 +64,7 @@ def reference(folder: Path, batch: TokenBatch) -> tuple[dict[str, torch.Tensor],
 def member(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, **more: Any) -> PolicyRank:
     """A rank of a critic."""
     layout = policy.layout
-    axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
-    place = RankContext("p", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node")
+    place = context_of(layout, rank, world, port)
     return PolicyRank(place, folder=str(folder), policy=policy, dtype="float32", **more)
 
 

@@ -50,7 +50,11 @@ def test_rows_and_passes_change_nothing(found: list[dict[str, Any]]) -> None:
         equal(other, found[0])
 
 
-@pytest.mark.parametrize("layout", [LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(dp=2)], ids=["tp 2", "pp 2", "dp 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(dp=2), LayoutSpec(cp=2)],
+    ids=["tp 2", "pp 2", "dp 2", "cp 2"],
+)
 def test_layouts_change_nothing(
     found: list[dict[str, Any]], folders: tuple[Path, Path], layout: LayoutSpec, tmp_path: Path
 ) -> None:

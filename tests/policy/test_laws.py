@@ -16,7 +16,7 @@ from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.policy_losses import SequenceMeanTokenMean
 from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import context_of, run_ranks
 from tests.tiny_folders import save_llama
 
 VOCAB = 97
@@ -101,14 +101,10 @@ def reference(folder: Path, batch: TokenBatch) -> tuple[dict[str, torch.Tensor],
 
 def step(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, order: list[int] | None) -> dict[str, Any]:
     """One step on this rank; gradients by Hugging Face name (Adam's first moment without clipping, over 1 - beta1)."""
-    from nemo_rl_like.cluster.context import RankContext, axis_ranks
     from nemo_rl_like.policy.rank import PolicyRank
 
     layout = policy.layout
-    axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
-    context = RankContext(
-        "policy", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node"
-    )
+    context = context_of(layout, rank, world, port)
     member = PolicyRank(context, folder=str(folder), policy=policy, dtype="float32")
     batch = make_batch() if order is None else make_batch().select(order)
     flat = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False).logprobs
@@ -158,7 +154,13 @@ ONE_GROUP = [0, 1]
 TWO_RANKS = [
     *(
         PolicySpec(layout=layout, micro_batch_tokens=budget)
-        for layout in (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True))
+        for layout in (
+            LayoutSpec(dp=2),
+            LayoutSpec(tp=2),
+            LayoutSpec(pp=2),
+            LayoutSpec(tp=2, sp=True),
+            LayoutSpec(cp=2),
+        )
         for budget in (4096, 20)
     ),
     PolicySpec(layout=LayoutSpec(pp=2), rows="padded", micro_batch_tokens=20),

@@ -17,20 +17,19 @@ from transformers import LlamaForCausalLM
 from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.checkpoint.layout import ADAPTER, ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
-from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.model.lora import adapters_off
 from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec
 from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import context_of, run_ranks
 from tests.policy.test_laws import BETA1, make_batch, make_folder
 
 ALL = LoraSpec(rank=4, alpha=6.0)
 SOME = LoraSpec(rank=3, alpha=2.0, rslora=True, targets=("v_proj", "q_proj", "up_proj", "down_proj"))
 SECTIONS = ("weights", ADAPTER, "optimizer")
 KINDS = ("shared_prefix", "packed", "padded")
-LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True))
+LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2))
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def member(rank: int, world: int, port: int, folders: Folders, policy: PolicySpec) -> PolicyRank:
-    axes = {"dp": policy.layout.dp, "pp": policy.layout.pp, "tp": policy.layout.tp}
-    place = RankContext("p", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node")
+    place = context_of(policy.layout, rank, world, port)
     made = PolicyRank(place, folder=str(folders.base), policy=policy, dtype="float32", adapter_seed=5)
     made.start_training(OptimizerSpec(lr=1e-2, clip_grad=0.0, betas=(BETA1, 0.999), weight_decay=0.1), 10)
     return made

@@ -93,7 +93,7 @@ def test_a_step_is_trls_for_any_rows(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_is_trls_over_two_ranks(folder: Path, tmp_path: Path) -> None:
-    layouts = [LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2)]
+    layouts = [LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(cp=2)]
     check(run_ranks(steps, 2, tmp_path, folder, [PolicySpec(layout=layout) for layout in layouts]), folder)
 
 

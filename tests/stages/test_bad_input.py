@@ -24,6 +24,7 @@ from tests.stages.killing import finish, write_spec
 from tests.tiny_folders import save_llama
 
 CHARACTERS = "0123456789+="
+EXPERTS = ("model.init.family=qwen3_moe", "model.init.experts=4")
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +148,7 @@ def test_a_damaged_model_folder_is_refused(
         (("stages.0.samples_per_prompt=1",), ("samples_per_prompt", "grpo", "at least 2")),
         (("policy.layout.tp=4", "cluster.devices=4"), ("layout.tp is 4", "heads", "use tp in [1, 2]")),
         (("policy.layout.pp=3", "cluster.devices=3"), ("layout.pp is 3", "2 layers", "use pp in [1, 2]")),
-        (("policy.layout.dp=64", "cluster.devices=2"), ("64 ranks", "2 cpu devices", "dp * pp * tp at most 2")),
+        (("policy.layout.dp=64", "cluster.devices=2"), ("64 ranks", "2 cpu devices", "dp * pp * cp * tp at most 2")),
         (("environment={name: arithmetics}",), ("'arithmetics'", "did you mean 'arithmetic'")),
         (("environment={name: arithmetic, config: {digit: 1}}",), ("digit", "did you mean `digits`")),
         (("environment.reward=no_such.py:reward_func",), ("no_such.py",)),
@@ -157,6 +158,17 @@ def test_a_damaged_model_folder_is_refused(
         (("engine.kind=vllm",), ("stage rl", "`model.init`", "vLLM", "engine.kind: embedded")),
         (("engine.max_context=4",), ("task row-", "5 tokens", "context is 4", "engine.max_context")),
         (("secrets={key: {env: NRL_SURELY_NOT_SET}}",), ("NRL_SURELY_NOT_SET", "export it")),
+        (("policy.layout.dp=2", "policy.layout.ep=2", "cluster.devices=2"), ("has `ep` or `etp`", "no experts")),
+        (("policy.layout.ep=2",), ("`ep` * `etp` is 2 * 1", "`dp` * `cp` * `tp` (1 * 1 * 1)", "raise `dp`")),
+        (("policy.router.z_loss=0.1",), ("`policy.router` has losses", "no experts")),
+        (("policy.recompute={kind: selective, layers: 2}",), ("`layers` goes with `kind: full`",)),
+        (("model.init.family=mixtral",), ("needs `experts`",)),
+        (("model.init.experts=4",), ("has no `experts`",)),
+        ((*EXPERTS, "policy.lora={rank: 4}"), ("gate_proj, up_proj, down_proj", "experts have no adapters", "q_proj")),
+        (
+            (*EXPERTS, "policy.layout.dp=2", "policy.layout.ep=2", "cluster.devices=2"),
+            ("`engine.kind: embedded` decodes on each data-parallel rank by itself", "vllm"),
+        ),
         (("engine.tensor_parallel=2",), ("`engine.tensor_parallel` is 2", "only vLLM", "`policy.layout.tp`")),
         (("policy.fp8={}",), ("`policy.fp8`", "`model.dtype: bfloat16`", "float32")),
         (("policy.fp8={}", "model.dtype=bfloat16"), ("`policy.fp8`", "NVIDIA GPU", "leave it out")),

@@ -19,9 +19,9 @@ def fetch(name: str, to: Path | None) -> None:
     typer.echo(str(fetch_model(name, to or Path("models") / name)))
 
 
-def check(folder: Path, tp: int, pp: int, *, as_json: bool) -> bool:
+def check(folder: Path, tp: int, pp: int, ep: int, *, as_json: bool) -> bool:
     """Check a folder and print the figures; true when it passed."""
-    report = check_folder(folder, tp, pp)
+    report = check_folder(folder, tp, pp, ep)
     figures = asdict(report)
     if as_json:
         typer.echo(json.dumps(figures, indent=1))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nemo_rl_like.model.families import llama, mistral, qwen2, qwen3
-from nemo_rl_like.model.families.family import Family
+from nemo_rl_like.model.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from nemo_rl_like.model.families.family import ExpertNames, Family
 
-_MODULES = (llama, mistral, qwen2, qwen3)
+_MODULES = (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By `model_type`."""
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "ExpertNames", "Family"]

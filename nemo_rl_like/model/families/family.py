@@ -1,9 +1,25 @@
-"""What makes a family of dense decoders differ from the next."""
+"""What makes a family of decoders differ from the next."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a family calls the parts of its experts, and its config.json their numbers."""
+
+    count: str
+    """Key of the number of experts of a layer."""
+    width: str
+    """Key of the width of one expert's feed-forward layer."""
+    block: str
+    """Module of a layer that holds the router (`gate`) and `experts`."""
+    projections: tuple[str, str, str]
+    """An expert's gate, up and down projection."""
+    normalize: str | None = None
+    """Key that says whether the chosen experts' weights are made to sum to 1; None: they always are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +40,8 @@ class Family:
     """`sliding_window` of a config.json that does not say."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm where config.json gives none."""
+    experts: ExpertNames | None = None
+    """Names of the experts; None: a dense model."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Further keys of a config.json that this package writes."""
 

@@ -1,0 +1,114 @@
+"""Megatron's description of a model on a layout: `TransformerConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from nemo_rl_like.model import runtime
+from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
+from nemo_rl_like.model.mcore import TransformerConfig
+from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec, RecomputeSpec
+
+
+def transformer_config(
+    config: ModelConfig,
+    layout: LayoutSpec,
+    dtype: torch.dtype,
+    fp8: Fp8Spec | None = None,
+    recompute: RecomputeSpec | None = None,
+) -> TransformerConfig:
+    """Megatron's description of the model on `layout`, without weights' initialisation.
+
+    Raises InputError if the model cannot be split that way.
+    """
+    config.check_layout(layout)
+    last = len(config.layers_of_stage(layout.pp - 1, layout.pp))
+    uneven = layout.pp > 1 and config.layers % layout.pp != 0
+    with runtime.quiet():
+        return TransformerConfig(
+            num_layers=config.layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.heads,
+            num_query_groups=config.kv_heads,
+            kv_channels=config.head_dim,
+            ffn_hidden_size=config.ffn_width,
+            normalization="RMSNorm",
+            layernorm_epsilon=config.norm_eps,
+            gated_linear_unit=True,
+            activation_func=functional.silu,
+            add_bias_linear=False,
+            add_qkv_bias=config.qkv_bias,
+            qk_layernorm=config.qk_norm,
+            init_method_std=config.init_std,
+            perform_initialization=False,
+            use_cpu_initialization=not runtime.on_cuda(),
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            attention_softmax_in_fp32=True,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            apply_rope_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype.itemsize == 2,
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            num_layers_in_last_pipeline_stage=last if uneven else None,
+            sequence_parallel=layout.sp,
+            variable_seq_lengths=layout.pp > 1,
+            moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, in dense models too
+            batch_p2p_comm=False,
+            **_expert_settings(config.experts, layout, runtime.on_cuda()),
+            **_fp8_settings(fp8),
+            **_recompute_settings(recompute, config.layers),
+        )
+
+
+def _recompute_settings(recompute: RecomputeSpec | None, layers: int) -> dict[str, Any]:
+    if recompute is None:
+        return {}
+    if recompute.kind == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": min(recompute.layers or layers, layers),
+    }
+
+
+def _expert_settings(experts: ExpertsConfig | None, layout: LayoutSpec, grouped: bool) -> dict[str, Any]:
+    """`grouped`: a rank's experts in one product, which needs Transformer Engine."""
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_router_topk": experts.per_token,
+        # A softmax over all experts before the choice leaves weights that do not sum to 1; one over the chosen, weights that do.
+        "moe_router_pre_softmax": not experts.normalize,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": grouped,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+    }
+
+
+def _fp8_settings(fp8: Fp8Spec | None) -> dict[str, Any]:
+    if fp8 is None:
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "first_last_layers_bf16": fp8.first_bf16_layers + fp8.last_bf16_layers > 0,
+        "num_layers_at_start_in_bf16": fp8.first_bf16_layers,
+        "num_layers_at_end_in_bf16": fp8.last_bf16_layers,
+        # A kept FP8 copy of a weight would be stale in the engine, which decodes outside Megatron's schedules.
+        "disable_parameter_transpose_cache": True,
+    }
