@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from nemo_rl_like.model.activations import KEPT_EXPONENTIALS
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.gradients import gradient_buffer
 from nemo_rl_like.model.mcore import parallel_state
-
-_KEPT_BYTES = 1 << 29
-"""Exponentials that the forward pass may keep for the backward, in bytes; those of one chunk are kept at any size."""
 
 _TARGETS = 3
 """Column of the first target's logit in the statistics of a token; before it stand those of the whole vocabulary."""
@@ -362,7 +360,7 @@ def _over_vocabulary(stats: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, T
 
 def _kept_chunks(chunk_tokens: int, vocabulary: int) -> int:
     """Chunks of `chunk_tokens` tokens whose exponentials are kept."""
-    return max(1, _KEPT_BYTES // (chunk_tokens * max(1, vocabulary) * 4))
+    return max(1, KEPT_EXPONENTIALS // (chunk_tokens * max(1, vocabulary) * 4))
 
 
 def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:

@@ -172,7 +172,7 @@ def test_no_more_logits_than_a_chunk_exist_at_once() -> None:
 def test_the_backward_computes_only_the_logits_that_the_budget_did_not_keep(
     monkeypatch: pytest.MonkeyPatch, budget: int, again: int
 ) -> None:
-    monkeypatch.setattr("nemo_rl_like.model.heads._KEPT_BYTES", budget)
+    monkeypatch.setattr("nemo_rl_like.model.heads.KEPT_EXPONENTIALS", budget)
     hidden, head, targets = draw(64, 4, 5000, 0, 2)
     products = 0
 

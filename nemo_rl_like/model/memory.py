@@ -1,0 +1,161 @@
+"""Bytes of training on one rank of a layout, by part and counted without torch: what a layout needs before anything is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nemo_rl_like.model.activations import Activations, HeadShape, Layers, MicroBatchShape
+from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
+from nemo_rl_like.spec.policy import LayoutSpec
+
+Dtype = Literal["float32", "bfloat16"]
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+"""Bytes of a weight or an activation."""
+
+GRADIENT = 4
+"""Bytes of a parameter's gradient: DDP's buffer is float32 at any type of the weights (`grad_reduce_in_fp32`)."""
+STATE = 4
+"""Bytes of a parameter in one kind of optimizer state."""
+
+_PARAMETER_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128
+"""Megatron starts each parameter in DDP's buffers at a multiple of elements, and ends a buffer at one of these and of the ranks that share it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank while it trains."""
+
+    parameters: int
+    gradients: int
+    """DDP's buffers."""
+    optimizer: int
+    """This rank's share of the moments, and of the master weights."""
+    activations: int
+    """What the micro-batches in flight keep for their backward passes."""
+    temporary: int
+    """What the widest moment of a backward pass, or of the head, adds."""
+    head: int
+    """What the head adds at its own widest moment, part of `temporary` where that is the widest of all; 0 before the last stage."""
+    stage: int
+    """Pipeline stage of the rank."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts that add up to the peak, by name."""
+        names = ("parameters", "gradients", "optimizer", "activations", "temporary")
+        return dict(
+            zip(names, (self.parameters, self.gradients, self.optimizer, self.activations, self.temporary), strict=True)
+        )
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained and how, whatever the layout."""
+
+    config: ModelConfig
+    dtype: Dtype
+    rows: MicroBatchShape
+    micro_batches: int = 1
+    """Passes of a data-parallel rank in one update."""
+    head: HeadShape = field(default_factory=HeadShape)
+    layers: Layers = "local"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Kinds of optimizer state: Adam's moments, and master weights beside 16-bit ones."""
+        moments = ("exp_avg", "exp_avg_sq")
+        return moments if self.dtype == "float32" else (*moments, "master")
+
+    def memory(self, layout: LayoutSpec, stage: int) -> Memory:
+        """Bytes of a rank on a pipeline stage. Raises InputError if the model cannot be split that way."""
+        self.config.check_layout(layout)
+        dense, experts = parameter_buffers(self.config, layout, stage)
+        owners = layout.dp * layout.tp // (layout.ep * layout.expert_tp)  # ranks that hold the same experts
+        owned = dense // layout.dp + experts // owners
+        item = ITEMSIZE[self.dtype]
+        activations = Activations(self.config, layout, self.rows, item, self.layers, self.head)
+        # 1F1B: a stage runs ahead of the last one by as many micro-batches as there are stages between them.
+        in_flight = min(layout.pp - stage, self.micro_batches)
+        return Memory(
+            parameters=(dense + experts) * item,
+            gradients=(dense + experts) * GRADIENT,
+            optimizer=owned * STATE * len(self.states),
+            activations=in_flight * activations.kept(stage),
+            temporary=activations.widest(stage),
+            head=activations.head_peak() if stage == layout.pp - 1 else 0,
+            stage=stage,
+        )
+
+    def peak(self, layout: LayoutSpec) -> Memory:
+        """That of the rank that needs most. Raises InputError if the model cannot be split that way.
+
+        It is on the first pipeline stage, which holds the most micro-batches, or on the last, which has the head.
+        """
+        return max((self.memory(layout, stage) for stage in {0, layout.pp - 1}), key=lambda memory: memory.total)
+
+
+def parameter_buffers(config: ModelConfig, layout: LayoutSpec, stage: int) -> tuple[int, int]:
+    """Elements of a rank's two DDP buffers with their padding: parameters that its tensor-parallel group shares out, and experts'."""
+    layers = len(config.layers_of_stage(stage, layout.pp))
+    own = _aligned(_ends(config, layout, stage)) + layers * _aligned(_layer_parameters(config, layout))
+    experts = layers * _aligned(_expert_parameters(config, layout))
+    owners = layout.dp * layout.tp // (layout.ep * layout.expert_tp)
+    return _up(own, math.lcm(layout.dp, _BUFFER_ALIGNMENT)), _up(experts, math.lcm(owners, _BUFFER_ALIGNMENT))
+
+
+def _aligned(sizes: Iterable[int]) -> int:
+    """Elements of parameters of these sizes, one behind the other."""
+    return sum(_up(size, _PARAMETER_ALIGNMENT) for size in sizes)
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def _ends(config: ModelConfig, layout: LayoutSpec, stage: int) -> Iterator[int]:
+    """Elements of each parameter of a stage that stands before or behind the layers."""
+    hidden = config.hidden_size
+    vocabulary = config.padded_vocab(layout.tp) // layout.tp * hidden
+    if stage == 0:
+        yield vocabulary
+    if stage == layout.pp - 1:
+        yield hidden  # the last norm
+        if config.score_head:
+            yield hidden
+        elif stage > 0 or not config.tie_embeddings:  # a tied head on a stage of its own is a second copy
+            yield vocabulary
+
+
+def _layer_parameters(config: ModelConfig, layout: LayoutSpec) -> Iterator[int]:
+    """Elements of each parameter of a layer, but experts'."""
+    sizes = {name: outputs * inputs // layout.tp for name, (outputs, inputs) in config.projections.items()}
+    yield from (config.hidden_size, config.hidden_size)  # norms before attention and feed-forward
+    yield sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"]
+    yield sizes["o_proj"]
+    if config.qkv_bias:
+        yield (config.heads + 2 * config.kv_heads) * config.head_dim // layout.tp
+    if config.qk_norm:
+        yield from (config.head_dim, config.head_dim)
+    if config.experts is not None:
+        yield config.experts.count * config.hidden_size  # the router, whole on every rank
+        return
+    yield sizes["gate_proj"] + sizes["up_proj"]
+    yield sizes["down_proj"]
+
+
+def _expert_parameters(config: ModelConfig, layout: LayoutSpec) -> Iterator[int]:
+    """Elements of each parameter of the experts of a layer that a rank holds."""
+    if config.experts is None:
+        return
+    shapes = (config.projections[name] for name in FFN_PROJECTIONS)
+    gate, up, down = (outputs * inputs // layout.expert_tp for outputs, inputs in shapes)
+    for _ in range(config.experts.count // layout.ep):
+        yield from (gate + up, down)

@@ -1,0 +1,91 @@
+"""Laws of the estimate that need no model: who holds what share, and what the types and the pipeline change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.model.activations import Activations, HeadShape, MicroBatchShape
+from nemo_rl_like.model.known_shapes import KNOWN_SHAPES
+from nemo_rl_like.model.memory import Dtype, Memory, Training, parameter_buffers
+from nemo_rl_like.spec.policy import LayoutSpec
+
+LLAMA, QWEN = KNOWN_SHAPES["llama-3.1-8b"], KNOWN_SHAPES["qwen3-235b-a22b"]
+ROWS = MicroBatchShape.packed(4096, 1024)
+
+
+def memory(layout: LayoutSpec, dtype: Dtype = "bfloat16", stage: int = 0, micro_batches: int = 8) -> Memory:
+    return Training(LLAMA, dtype, ROWS, micro_batches).memory(layout, stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-3.1-8b", 8.030), ("llama-3.1-70b", 70.554), ("qwen3-235b-a22b", 235.094)]
+)
+def test_the_known_models_have_the_parameters_their_cards_say(name: str, billions: float) -> None:
+    dense, experts = parameter_buffers(KNOWN_SHAPES[name], LayoutSpec(), 0)
+    assert (dense + experts) / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_gradients_are_float32_at_any_type_and_master_weights_stand_beside_16_bit_ones() -> None:
+    wide, narrow = memory(LayoutSpec(), "float32"), memory(LayoutSpec(), "bfloat16")
+    assert wide.gradients == narrow.gradients == wide.parameters == 2 * narrow.parameters
+    assert wide.optimizer == 2 * wide.parameters
+    assert narrow.optimizer == 3 * wide.parameters
+
+
+def test_data_parallel_ranks_share_the_optimizer_and_nothing_else() -> None:
+    alone, eight = memory(LayoutSpec()), memory(LayoutSpec(dp=8))
+    assert eight.optimizer == alone.optimizer // 8
+    assert replace(eight, optimizer=alone.optimizer) == alone
+
+
+def test_tensor_parallel_ranks_share_the_matrices() -> None:
+    alone, four = memory(LayoutSpec()), memory(LayoutSpec(tp=4, sp=True))
+    assert four.parameters == pytest.approx(alone.parameters / 4, rel=0.001)
+    assert four.activations == pytest.approx(alone.activations / 4, rel=0.05)
+
+
+def test_without_sequence_parallelism_norms_and_residuals_stay_whole() -> None:
+    whole, shared = memory(LayoutSpec(tp=4)), memory(LayoutSpec(tp=4, sp=True))
+    streams = 4 * ROWS.tokens * LLAMA.hidden_size * 2  # two norms' inputs and outputs
+    assert whole.activations - shared.activations >= LLAMA.layers * streams * 3 // 4
+    assert whole.parameters == shared.parameters
+
+
+def test_experts_are_shared_by_ep_and_etp_and_their_state_by_the_ranks_that_hold_the_same_ones() -> None:
+    training = Training(QWEN, "bfloat16", ROWS)
+    _, whole = parameter_buffers(QWEN, LayoutSpec(dp=8), 0)
+    for layout in (LayoutSpec(dp=8, ep=8), LayoutSpec(dp=4, tp=2, ep=4, sp=True)):
+        dense, experts = parameter_buffers(QWEN, layout, 0)
+        assert experts == whole // 8
+        assert training.memory(layout, 0).optimizer == 12 * (dense // layout.dp + experts)
+    dense, experts = parameter_buffers(QWEN, LayoutSpec(dp=8, ep=4), 0)
+    assert training.memory(LayoutSpec(dp=8, ep=4), 0).optimizer == 12 * (dense // 8 + experts // 2)
+
+
+def test_an_earlier_stage_keeps_more_micro_batches_but_never_more_than_there_are() -> None:
+    layout = LayoutSpec(pp=4)
+    first, second = (memory(layout, stage=stage) for stage in (0, 1))
+    assert first.activations * 3 == second.activations * 4
+    assert memory(layout, micro_batches=2).activations * 2 == first.activations
+
+
+def test_the_head_is_on_the_last_stage_and_grows_with_its_chunks() -> None:
+    layout = LayoutSpec(pp=4)
+    assert memory(layout, stage=0).head == 0
+    small, large = (
+        Training(LLAMA, "bfloat16", ROWS, 8, HeadShape(chunk)).memory(layout, 3).head for chunk in (256, 4096)
+    )
+    assert 0 < small < large
+
+
+def test_transformer_engines_layers_keep_more_of_swiglu_than_this_packages() -> None:
+    ours, theirs = (Activations(LLAMA, LayoutSpec(), ROWS, 2, layers) for layers in ("local", "transformer_engine"))
+    assert theirs.feed_forward() * 3 == ours.feed_forward() * 5
+
+
+def test_a_layout_that_cannot_be_is_refused() -> None:
+    with pytest.raises(InputError, match=r"layout.tp is 3, which does not divide"):
+        memory(LayoutSpec(tp=3))
