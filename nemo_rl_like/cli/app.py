@@ -102,6 +102,38 @@ def algorithms(
     command.algorithms(name, as_json=as_json)
 
 
+@app.command()
+def layout(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Hugging Face folder, config.json, or a name: llama-3.1-8b, llama-3.1-70b, qwen3-235b-a22b.",
+        ),
+    ],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the policy.")],
+    gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of one GPU, in GiB.")] = 80.0,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that share a node.")] = 8,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="`policy.micro_batch_tokens`.")] = 16384,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one update, over all GPUs.")] = 1 << 20,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks; default: any.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel stages; default: any.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks; default: any.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks; default: any.")] = None,
+    etp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks of an expert; default: 1 or tp.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan which `policy.layout` fits a number of GPUs; nothing is run."""
+    from nemo_rl_like.cli.commands import layout as command
+
+    asked = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+    question = command.question(model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens)
+    if not command.layout(model, question, {k: v for k, v in asked.items() if v is not None}, as_json=as_json):
+        raise typer.Exit(2)
+
+
 @app.command("eval")
 def evaluate(
     source: Source,

@@ -22,6 +22,7 @@ COMMANDS = (
     "chat",
     "export",
     "resume",
+    "layout",
     "env list",
     "model fetch",
     "model check",
