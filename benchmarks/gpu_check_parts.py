@@ -22,14 +22,14 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import write_hf_folder
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.policy.rank import PolicyRank, Walk
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 from nemo_rl_like.weights.cuda_ipc import CudaIpcHandle
 
 DType = Literal["float32", "bfloat16"]
 TEMPERATURE, BETA1, STEPS = 0.8, 0.9, 3
-_OPTIMIZER = OptimizerSpec(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999))
+_OPTIMIZER = AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999))
 
 
 @dataclass(frozen=True, slots=True)

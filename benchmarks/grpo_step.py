@@ -33,9 +33,10 @@ from nemo_rl_like.rollout.collected import CollectPlan
 from nemo_rl_like.rollout.service import RolloutService
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.spec.rl import RlStageSpec
-from nemo_rl_like.spec.stage import OptimizerSpec, SamplingSpec
+from nemo_rl_like.spec.stage import SamplingSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training.step_services import objective_of
 
@@ -81,7 +82,7 @@ class Ours:
             prompts_per_step=options.prompts,
             samples_per_prompt=options.samples,
             sampling=SamplingSpec(max_new_tokens=options.new_tokens, ignore_stop=True),
-            optimizer=OptimizerSpec(lr=options.lr),
+            optimizer=AdamWOptimizer(lr=options.lr),
         )
         self._objective = objective_of(self.stage)
         self._version = 0
@@ -146,7 +147,7 @@ class Ours:
         Adam's first moment after one step without clipping is (1 - beta1) times the gradient.
         """
         fresh = self.policy()
-        fresh.start_training(OptimizerSpec(lr=self._options.lr, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
+        fresh.start_training(AdamWOptimizer(lr=self._options.lr, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
         fresh.train_step(batch, None, self._objective)
         for section in ("weights", "optimizer"):
             (scratch / section).mkdir(parents=True)

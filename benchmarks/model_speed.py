@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.policy.rank import PolicyRank, Walk, probe_batch
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 KINDS = ("packed", "padded")
@@ -83,7 +83,7 @@ def _systems(options: argparse.Namespace) -> dict[str, Callable[[TokenBatch], fl
 
 
 def _megatron(rank: PolicyRank) -> Callable[[TokenBatch], float]:
-    rank.start_training(OptimizerSpec(), 1)
+    rank.start_training(AdamWOptimizer(), 1)
     ddp, _ = rank._training()
     objective = CrossEntropy()
 

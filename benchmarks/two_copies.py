@@ -23,8 +23,8 @@ from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.model.lora import adapters_off
 from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LoraSpec, PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 8, 8, 40, 32
@@ -43,7 +43,7 @@ def main() -> int:
         context, folder=str(options.model), policy=PolicySpec(lora=LoraSpec()), dtype="float32", adapter_seed=1
     )
     for trained in (policy, adapted):
-        trained.start_training(OptimizerSpec(lr=1e-6), 1000)
+        trained.start_training(AdamWOptimizer(lr=1e-6), 1000)
     batch = make_batch()
     medians = _alternating(policy, reference, batch, options.updates)
     with_adapters = _alternating(adapted, adapted, batch, options.updates)

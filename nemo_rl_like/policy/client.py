@@ -16,8 +16,8 @@ from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.policy.top import TopK
+from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, PresetStage, SamplingSpec, StageBase
+from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
+from nemo_rl_like.spec.stage import CheckpointSpec, PresetStage, SamplingSpec, StageBase
 
 WHOLE_VOCABULARY_LIMIT = 2048
 """Most tokens of a vocabulary that is told whole at each place."""
@@ -98,7 +99,7 @@ class DistillStageSpec(PresetStage, TeachersSpec, DistillationSpec):
     """Optimizer steps."""
     examples_per_step: PositiveInt = 64
     """Examples in one optimizer step."""
-    optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
+    optimizer: OptimizerSpec = AdamWOptimizer(lr=1e-5)
     """Optimizer and schedule."""
     validate_every_steps: NonNegativeInt = 0
     """Validation loss, on the data's responses, every this many steps; 0 = never."""

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.spec.nearest import nearest
 from nemo_rl_like.spec.problems import SpecProblem
-from nemo_rl_like.spec.schema_walk import Schema, Target, block_of, choices_of, describe, locate, properties
+from nemo_rl_like.spec.schema_walk import Schema, Target, choices_of, describe, keys_below, locate, properties
 from nemo_rl_like.spec.source import Node, Path, Position, dotted, position_of
 
 SHOWN_CHARACTERS = 60
@@ -71,7 +71,7 @@ def _unknown_key(target: Target, where: Position, path: str, schema: Schema) -> 
 def _in_a_block_below(key: str, block: Schema, schema: Schema) -> str | None:
     """`optimizer.lr` for an `lr` that was written one level too high."""
     for name, field in properties(block).items():
-        if key in properties(block_of(field, schema)):
+        if key in keys_below(field, schema):
             return f"{name}.{key}"
     return None
 

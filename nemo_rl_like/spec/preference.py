@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, PresetStage
+from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
+from nemo_rl_like.spec.stage import CheckpointSpec, PresetStage
 
 NoiseRate = Annotated[float, Field(ge=0, lt=0.5)]
 
@@ -362,7 +363,7 @@ class PreferenceStageSpec(PresetStage, PreferenceSpec):
     """Optimizer steps."""
     pairs_per_step: PositiveInt = 32
     """Pairs (kto: judged completions) in one optimizer step."""
-    optimizer: OptimizerSpec = OptimizerSpec(lr=1e-6)
+    optimizer: OptimizerSpec = AdamWOptimizer(lr=1e-6)
     """Optimizer and schedule."""
     reference_sync: ReferenceSyncSpec | None = None
     """Move the reference; default: it stays the model that the stage started from."""

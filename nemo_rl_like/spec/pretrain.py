@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
-from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, OptimizerSpec, StageBase
+from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
+from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, StageBase
 
 
 class TextDataSpec(Spec):
@@ -54,7 +55,7 @@ class PretrainStageSpec(StageBase):
     """Length of a packed row, in tokens; default: the context."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the mean squared log-normaliser, which keeps logits from drifting (1e-4 is usual); 0 = off."""
-    optimizer: OptimizerSpec = OptimizerSpec(lr=3e-4)
+    optimizer: OptimizerSpec = AdamWOptimizer(lr=3e-4)
     """Optimizer and schedule."""
     ema: EmaSpec | None = None
     """Average the weights over the steps; default: off."""

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, PresetStage
+from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
+from nemo_rl_like.spec.stage import CheckpointSpec, PresetStage
 
 
 class PairwiseReward(Spec):
@@ -67,7 +68,7 @@ class RewardModelStageSpec(PresetStage):
     """Pairs, ratings or solutions in one optimizer step."""
     seed: NonNegativeInt | None = None
     """Of the new head and the order of the data; members of an ensemble differ in it. Default: the experiment's."""
-    optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
+    optimizer: OptimizerSpec = AdamWOptimizer(lr=1e-5)
     """Optimizer and schedule."""
     validate_every_steps: NonNegativeInt = 0
     """Validation every this many steps; 0 = never."""

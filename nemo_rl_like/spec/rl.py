@@ -10,9 +10,10 @@ from nemo_rl_like.spec.advantages import CRITIC, GROUP_RELATIVE, PassAtKAdvantag
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.evaluate import EvaluationSpec
+from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
 from nemo_rl_like.spec.pretrain import PtxSpec
 from nemo_rl_like.spec.reward_model import RewardModelSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, OptimizerSpec, SamplingSpec, StageBase
+from nemo_rl_like.spec.stage import CheckpointSpec, SamplingSpec, StageBase
 
 
 class CriticSpec(Spec):
@@ -20,7 +21,7 @@ class CriticSpec(Spec):
 
     path: str | None = None
     """Hugging Face folder to start from, for example a reward model; default: the model that the policy starts from."""
-    optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
+    optimizer: OptimizerSpec = AdamWOptimizer(lr=1e-5)
     """Optimizer and schedule."""
     value_clip: PositiveFloat | None = 0.2
     """How far a value may move from its old one within a step; null: anywhere."""
@@ -64,7 +65,7 @@ class RlStageSpec(StageBase):
     ranks, in turn with it."""
     ptx: PtxSpec | None = None
     """Mix the loss of pretraining text into each optimizer step; default: off."""
-    optimizer: OptimizerSpec = OptimizerSpec()
+    optimizer: OptimizerSpec = AdamWOptimizer()
     """Optimizer and schedule."""
     evaluate_every_steps: NonNegativeInt = 0
     """Evaluate on the validation split every this many steps; 0 = never."""

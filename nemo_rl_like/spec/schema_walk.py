@@ -47,10 +47,11 @@ def properties(schema: Schema) -> dict[str, Schema]:
     return {key: value for key, value in found.items() if isinstance(value, Mapping)}
 
 
-def block_of(schema: Schema, root: Schema) -> Schema:
-    """The block that a field holds, or an empty schema when it holds none."""
+def keys_below(schema: Schema, root: Schema) -> set[str]:
+    """The keys of the block that a field holds, of every kind of it where there are several; empty when it holds none."""
     block = _block(schema, root)
-    return block if "properties" in block else {}
+    blocks = [_deref({"$ref": reference}, root) for reference in kinds_of(block).values()] or [block]
+    return {key for one in blocks for key in properties(one)}
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
 from nemo_rl_like.spec.pretrain import PtxSpec
-from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, OptimizerSpec, PresetStage
+from nemo_rl_like.spec.stage import CheckpointSpec, EmaSpec, PresetStage
 
 
 class SftDataSpec(Spec):
@@ -51,7 +52,7 @@ class SftStageSpec(PresetStage):
     """`dft` weighs each token's cross-entropy by its probability (dynamic fine-tuning); validation is cross-entropy either way."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the mean squared log-normaliser, which keeps logits from drifting (1e-4 is usual); 0 = off."""
-    optimizer: OptimizerSpec = OptimizerSpec(lr=1e-5)
+    optimizer: OptimizerSpec = AdamWOptimizer(lr=1e-5)
     """Optimizer and schedule."""
     ema: EmaSpec | None = None
     """Average the weights over the steps; default: off."""

@@ -1,45 +1,12 @@
-"""What stages have in common: a name, an optimizer, checkpoints, sampling."""
+"""What stages have in common: a name, checkpoints, sampling."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl_like.spec.base import Spec
-
-
-class OptimizerSpec(Spec):
-    """AdamW and its schedule, stepped once per optimizer step."""
-
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the schedule."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape after warm-up; `wsd` holds, then falls linearly over the last `decay_fraction`."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: PositiveInt | None = None
-    """Optimizer steps over which the schedule falls to `min_lr`, where it then stays; default: all of the stage's."""
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of those steps that `wsd` decays over."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's moment decays."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; never on norms and biases."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Largest gradient norm; 0 = no clipping."""
-
-    def check_updates(self, updates: int) -> None:
-        """Raise ValueError unless the schedule fits a stage of `updates` optimizer steps."""
-        end = self.decay_steps or updates
-        if end > updates:
-            raise ValueError(f"`optimizer.decay_steps` is {end}, more than the stage's {updates} optimizer steps")
-        if self.warmup_steps > end:
-            raise ValueError(f"`optimizer.warmup_steps` is {self.warmup_steps}, must be at most {end} optimizer steps")
 
 
 class EmaSpec(Spec):

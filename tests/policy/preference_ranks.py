@@ -15,16 +15,16 @@ from nemo_rl_like.data.preferences import Pair, unpaired
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.policy.rank import PolicyRank, Walk
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.preference import PreferenceSpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.step_laws import member
 
 CHARACTERS = "0123456789+="
 RENDERER = Renderer(character_tokenizer(CHARACTERS), "test")
 VOCAB = len(RENDERER.tokenizer)
-FAST = OptimizerSpec(lr=3e-3, clip_grad=1.0)
+FAST = AdamWOptimizer(lr=3e-3, clip_grad=1.0)
 
 
 def sums(count: int, seed: int) -> list[Pair]:

@@ -20,14 +20,14 @@ from nemo_rl_like.policy.gap import GapExceeded, GapLimit
 from nemo_rl_like.policy.rank import NonFinite, PolicyRank, Walk
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
 from nemo_rl_like.spec.kl import KlSpec
+from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training.step_service import minibatches
 from tests.policy.ranks import context_of
 from tests.policy.test_laws import TEMPERATURE, make_batch
 
-PLAIN = OptimizerSpec(lr=1e-2, eps=1e-4, clip_grad=1.0)
+PLAIN = AdamWOptimizer(lr=1e-2, eps=1e-4, clip_grad=1.0)
 DECAYED = PLAIN.model_copy(update={"weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 3})
 CLIP = PolicyGradient(AlgorithmSpec(kl=KlSpec(coef=0.1)))
 UPDATES = 4
@@ -91,7 +91,7 @@ def several_updates(rank: int, world: int, port: int, folder: Path) -> list[dict
 
 def decay(rank: int, world: int, port: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights before and after a step with weight decay whose every gradient is zero."""
-    this = member(rank, world, port, folder, PolicySpec(), OptimizerSpec(lr=0.1, weight_decay=0.5))
+    this = member(rank, world, port, folder, PolicySpec(), AdamWOptimizer(lr=0.1, weight_decay=0.5))
     before = weights(this)
     batch = make_batch()
     still = batch.with_extras(advantages=torch.zeros(batch.tokens.numel()))

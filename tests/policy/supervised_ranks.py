@@ -15,14 +15,14 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.sft_rows import sft_rows
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.policy.rank import PolicyRank, Walk
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.step_laws import member
 
 RENDERER = Renderer(character_tokenizer("0123456789+="), "test")
 VOCAB = len(RENDERER.tokenizer)
-FAST = OptimizerSpec(lr=3e-3)
+FAST = AdamWOptimizer(lr=3e-3)
 OBJECTIVE = CrossEntropy(z_loss=0.01)
 PTX = Auxiliary(CrossEntropy(), 0.5, "ptx")
 

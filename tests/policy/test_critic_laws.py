@@ -14,8 +14,8 @@ from nemo_rl_like.algorithms.value_losses import ValueLoss
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.policy.rank import PolicyRank, Walk
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, with_ends
 from tests.policy.ranks import context_of, run_ranks
 from tests.policy.test_laws import BETA1, VOCAB, make_batch, make_folder
@@ -74,7 +74,7 @@ def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicyS
     for policy in policies:
         critic, batch = member(rank, world, port, folder, policy), asked()
         values = critic._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs
-        critic.start_training(OptimizerSpec(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
+        critic.start_training(AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
         metrics = critic.train_step(batch, None, ValueLoss(CLIP))
         moments = dict(critic._store._moments(critic._training()[1]))
         gradients = {
@@ -113,7 +113,7 @@ def fresh(rank: int, world: int, port: int, folder: Path, target: Path) -> dict[
     """A critic made of a language model: its first values, then trained and saved."""
     critic, batch = member(rank, world, port, folder, PolicySpec(layout=LayoutSpec(pp=2)), score_head=True), asked()
     before = critic._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs
-    critic.start_training(OptimizerSpec(lr=1e-2), 10)
+    critic.start_training(AdamWOptimizer(lr=1e-2), 10)
     for _ in range(2):
         critic.train_step(batch, None, ValueLoss(None))
     after = critic._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs

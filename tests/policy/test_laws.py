@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
 from nemo_rl_like.spec.kl import KlSpec
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.policy_losses import SequenceMeanTokenMean
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 from tests.policy.ranks import context_of, run_ranks
 from tests.tiny_folders import save_llama
@@ -108,7 +108,7 @@ def step(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, ord
     member = PolicyRank(context, folder=str(folder), policy=policy, dtype="float32")
     batch = make_batch() if order is None else make_batch().select(order)
     flat = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False).logprobs
-    member.start_training(OptimizerSpec(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
+    member.start_training(AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
     metrics = member.train_step(batch, None, OBJECTIVE, TEMPERATURE)
     moments = dict(member._store._moments(member._training()[1]))
     gradients = {

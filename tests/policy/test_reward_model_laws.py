@@ -15,9 +15,9 @@ from trl.trainer.reward_trainer import RewardTrainer
 from nemo_rl_like.algorithms.reward_losses import objective_of
 from nemo_rl_like.data.score_rows import pair_score_rows
 from nemo_rl_like.policy.rank import PolicyRank
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.reward_model import PairwiseReward
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.preference_ranks import RENDERER, VOCAB, sums
 from tests.policy.ranks import run_ranks
@@ -37,7 +37,7 @@ def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicyS
     out = []
     for policy in policies:
         model = member(rank, world, port, folder, policy)
-        model.start_training(OptimizerSpec(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
+        model.start_training(AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
         metrics = model.train_step(batch(), None, objective_of(LOSS))
         out.append({"metrics": metrics, "gradients": gradients_of(model)})
     return out

@@ -41,7 +41,7 @@ def test_the_share_is_rounded_to_a_whole_example(fraction: float, examples: int,
         ({"sft_coef": 0.1, "on_policy_fraction": 1.0}, ("`sft_coef` is 0.1", "every response is sampled")),
         ({"sft_coef": 0.1, "temperature": 2.0}, ("`temperature` 2.0", "at temperature 1")),
         ({"validate_every_steps": 5}, ("`validate_every_steps` is 5", "holds nothing out")),
-        ({"optimizer": {"warmup_steps": 200}}, ("optimizer.warmup_steps", "at most 100")),
+        ({"optimizer": {"kind": "adamw", "warmup_steps": 200}}, ("optimizer.warmup_steps", "at most 100")),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:

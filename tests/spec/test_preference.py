@@ -75,7 +75,7 @@ def test_a_mistyped_loss_is_named_with_the_right_one(tmp_path: Path) -> None:
             {"validate_every_steps": 5},
             ("`validate_every_steps` is 5", "`data.validation_fraction` is 0.0", "0.1 is usual"),
         ),
-        ({"optimizer": {"warmup_steps": 101}}, ("`optimizer.warmup_steps` is 101", "at most 100")),
+        ({"optimizer": {"kind": "adamw", "warmup_steps": 101}}, ("`optimizer.warmup_steps` is 101", "at most 100")),
         (
             {
                 "losses": [{"kind": "kto"}],

@@ -135,7 +135,7 @@ def test_a_resolved_spec_reads_back_equal_and_has_the_same_hash(
     values = {**FULL, "name": name, "output": output, "seed": seed}
     values["model"] = {"init": {}, "tokenizer": {"characters": characters}}
     values["environment"] = {"name": "x", "config": config}
-    values["stages"] = [{"kind": "rl", "optimizer": {"lr": lr}}]
+    values["stages"] = [{"kind": "rl", "optimizer": {"kind": "adamw", "lr": lr}}]
     spec = ExperimentSpec.model_validate(values)
     again = load_text(resolved_yaml(spec))
     assert again == spec

@@ -106,7 +106,7 @@ def taught(start: Path, folder: Path, training: dict[str, Any]) -> float:
     data, evaluation = {"path": str(folder / "rows.jsonl")}, {"split": "test", "max_new_tokens": 5}
     stages = [
         {"kind": "evaluate", "name": "before", "evaluation": evaluation},
-        {"data": data, "steps": 60, "examples_per_step": 64, "optimizer": {"lr": 3e-4}, **training},
+        {"data": data, "steps": 60, "examples_per_step": 64, "optimizer": {"kind": "adamw", "lr": 3e-4}, **training},
         {"kind": "evaluate", "name": "after", "evaluation": evaluation},
     ]
     raw = spec.model_dump(mode="json") | {"stages": stages, "output": str(folder / "run")}
