@@ -17,6 +17,7 @@ with runtime.quiet():
     from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -56,6 +57,8 @@ __all__ = [
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "ParamKey",
+    "ParamPredicate",
     "ProcessGroupCollection",
     "RowParallelLinear",
     "SelfAttention",

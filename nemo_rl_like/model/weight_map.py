@@ -7,7 +7,8 @@ its ranks an equal run of a layer's experts, which have tensor-parallel ranks of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -67,6 +68,13 @@ class WeightMap:
         self._config = config
         self._experts = 1 if config.experts is None else config.experts.count
         self.entries = tuple(_entries(config)) if entries is None else entries
+        self._whole = True
+
+    def only(self, keep: Callable[[Entry], bool]) -> WeightMap:
+        """The same map of the entries that `keep` says yes to, which leaves all other parameters alone."""
+        part = copy(self)
+        part.entries, part._whole = tuple(filter(keep, self.entries)), False
+        return part
 
     def owns(self, name: str) -> bool:
         """Whether a Megatron parameter belongs to this map."""
@@ -121,14 +129,32 @@ class WeightMap:
         Megatron marks them where it initialises weights, which `build_model` leaves out.
         """
         parameters = dict(model.named_parameters())
+        for name, entry in self.local_entries(model):
+            marks = (entry.packing != "whole", 1 if entry.packing == "columns" else 0, 1)
+            for mark, value in zip(_SHARD_MARKS, marks, strict=True):
+                setattr(parameters[name], mark, value)
+            if entry.expert is not None:
+                parameters[name].allreduce = not _experts_apart()
+
+    def local_entries(self, model: MegatronModel) -> Iterator[tuple[str, Entry]]:
+        """This rank's parameters by name, with what each is made of; a tied embedding's copy on the last stage is one too."""
         for entry in self.entries:
             for name in (self._local_name(model, entry), self._tied_copy(model, entry)):
                 if name is not None:
-                    marks = (entry.packing != "whole", 1 if entry.packing == "columns" else 0, 1)
-                    for mark, value in zip(_SHARD_MARKS, marks, strict=True):
-                        setattr(parameters[name], mark, value)
-                    if entry.expert is not None:
-                        parameters[name].allreduce = not _experts_apart()
+                    yield name, entry
+
+    def wholes(self, entry: Entry, local: Tensor) -> list[Tensor]:
+        """The whole Hugging Face tensors of which `local` is this rank's part. Collective over the ranks among which they are cut."""
+        group = _group_of(entry)
+        if group.size() == 1 or entry.packing == "whole":
+            return self._split(entry, local)
+        shards = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(shards, local.contiguous(), group=group)
+        return self._split(entry, _unshard(entry, shards))
+
+    def local_part(self, entry: Entry, wholes: Sequence[Tensor]) -> Tensor:
+        """This rank's part of the parameter that is made of these whole Hugging Face tensors."""
+        return _shard(entry, self._merge(entry, wholes), _group_of(entry))
 
     def scatter_hf(self, model: MegatronModel, reader: TensorReader) -> dict[str, Tensor]:
         """This rank's part of each of `reader`'s tensors (for example Adam moments), by parameter name; new tensors."""
@@ -154,21 +180,18 @@ class WeightMap:
     def _local_tensors(self, model: MegatronModel, reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
         self.check(reader)
         filled = set()
-        for entry in self.entries:
-            names = [self._local_name(model, entry), self._tied_copy(model, entry)]
-            for name in (n for n in names if n is not None):
-                filled.add(name)
-                yield name, _shard(entry, self._merge(entry, reader), _group_of(entry))
+        for name, entry in self.local_entries(model):
+            filled.add(name)
+            yield name, self.local_part(entry, [reader.get(source) for source in entry.hf])
         left = sorted({name for name, _ in model.named_parameters() if self.owns(name)} - filled)
-        if left:
+        if left and self._whole:
             raise ValueError(f"the weight map has no entry for Megatron's parameters {left}")
 
-    def _merge(self, entry: Entry, reader: TensorReader) -> Tensor:
-        parts = [reader.get(name) for name in entry.hf]
+    def _merge(self, entry: Entry, parts: Sequence[Tensor]) -> Tensor:
         if entry.packing == "qkv":
             return pack_qkv(parts[0], parts[1], parts[2], self._config.kv_heads)
         if entry.packing == "gate_up":
-            return torch.cat(parts)
+            return torch.cat(list(parts))
         if entry.packing == "vocab":
             extra = self._config.padded_vocab(_tp_size()) - self._config.vocab_size
             return torch.cat([parts[0], parts[0].new_zeros(extra, parts[0].shape[1])]) if extra else parts[0]

@@ -1,7 +1,7 @@
 """Optimizer state as one tensor a parameter, so that a checkpoint can hold it under Hugging Face names at any layout.
 
-Adam's `exp_avg` and `exp_avg_sq` (and, for bfloat16 weights, the float32 `master` copy) have the parameter's shape. Each
-data-parallel rank owns a flat slice of them; slices are put together bit for bit (summed as integers beside zeros).
+Adam's `exp_avg` and `exp_avg_sq`, the `momentum_buffer` of SGD and Muon (and, for bfloat16 weights, the float32 `master` copy) have the
+parameter's shape. Each data-parallel rank owns a flat slice of them; slices are put together bit for bit (summed as integers beside zeros).
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_like.model.mcore import parallel_state
-from nemo_rl_like.policy.optimizer import PolicyOptimizer
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER = "master"
+from nemo_rl_like.policy.optimizer import MASTER, PolicyOptimizer
 
 
 class GatheredState(Mapping[str, Tensor]):
@@ -30,9 +27,9 @@ class GatheredState(Mapping[str, Tensor]):
         self._shapes = {name: parameter.shape for parameter, name in names.items()}
         self._experts = {name for parameter, name in names.items() if not getattr(parameter, "allreduce", True)}
         self._owned: dict[str, tuple[Tensor, int, int]] = {}
-        for part, parameter, main, start, end in optimizer.shards():
-            state = main.data if kind == MASTER else part.optimizer.state[main].get(kind, torch.zeros_like(main.data))
-            self._owned[names[parameter]] = (state, start, end)
+        for owned, states in optimizer.slices():
+            state = owned.main.data if kind == MASTER else states.get(kind, torch.zeros_like(owned.main.data))
+            self._owned[names[owned.parameter]] = (state, owned.start, owned.end)
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
@@ -62,23 +59,15 @@ def put_state(
     optimizer: PolicyOptimizer,
     names: Mapping[torch.nn.Parameter, str],
     kinds: Mapping[str, Mapping[str, Tensor]],
-    updates: int,
 ) -> None:
-    """Give every owned slice its state from full tensors by parameter name, and its own step count.
-
-    `kinds` maps `exp_avg`, `exp_avg_sq` (and `master`) to {parameter name: tensor of the parameter's local shape}.
-    """
-    for part, parameter, main, start, end in optimizer.shards():
-        name = names[parameter]
-        state = part.optimizer.state[main]
+    """Give every owned slice its state from full tensors: `kinds` maps a kind to {parameter name: tensor of the parameter's local shape}."""
+    for owned, states in optimizer.slices():
         for kind, tensors in kinds.items():
-            piece = tensors[name].reshape(-1)[start:end].to(device=main.device, dtype=torch.float32)
+            whole = tensors.get(names[owned.parameter])
+            if whole is None:
+                continue
+            piece = whole.reshape(-1)[owned.start : owned.end].to(device=owned.main.device, dtype=torch.float32)
             if kind == MASTER:
-                main.data.copy_(piece)
+                owned.main.data.copy_(piece)
             else:
-                state[kind] = piece.clone()
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=main.device)
-        else:  # Transformer Engine's FusedAdam counts by group
-            for group in part.optimizer.param_groups:
-                group["step"] = updates
+                states[kind] = piece.clone()

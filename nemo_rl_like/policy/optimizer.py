@@ -2,17 +2,20 @@
 
 The scheduler is stepped once before each optimizer step, so update k (from 1) runs at the learning rate of k:
 warm-up reaches the peak at its last update, and a decaying schedule reaches `min_lr` just after the last update.
-Weight decay reaches matrices only: Megatron marks vectors and biases, and the scheduler applies the mark.
+Every parameter's peak learning rate and weight decay stand in its Megatron group, where the scheduler reads them.
+
+Megatron's class takes AdamW alone, for the sake of its own checkpoint format, which is not used here. What it shards, clips,
+keeps in float32 and gathers is the same for any optimizer, so SGD and Muon take AdamW's place inside it once it is built.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.mcore import (
@@ -21,11 +24,20 @@ from nemo_rl_like.model.mcore import (
     DistributedOptimizer,
     OptimizerConfig,
     OptimizerParamScheduler,
+    ParamKey,
+    ParamPredicate,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
-from nemo_rl_like.spec.stage import OptimizerSpec
+from nemo_rl_like.model.weight_map import Entry, WeightMap
+from nemo_rl_like.policy.groups import Settings, settings_of
+from nemo_rl_like.policy.muon import MOMENTUM, Muon
+from nemo_rl_like.policy.slices import Slice, slices_of
+from nemo_rl_like.spec.optimizer import AdamMoments, MuonOptimizer, OptimizerSpec, SgdOptimizer
 
+MASTER = "master"
+"""Kind of state: the float32 copy of bfloat16 weights."""
+_ADAM_STATE = ("exp_avg", "exp_avg_sq")
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
 
@@ -40,33 +52,36 @@ class OptimizerStep:
 class PolicyOptimizer:
     """The optimizer of one rank's shard of the model.
 
-    Args: `model` wrapped in Megatron's DDP; `spec`; `total_updates`, the optimizer steps the schedule spans.
+    Args: `model` wrapped in Megatron's DDP; `weight_map` of the parameters that are trained; `spec`; `total_updates`, the optimizer
+    steps the schedule spans. Raises SpecError for groups that do not fit the model.
     """
 
-    def __init__(self, model: DistributedDataParallel, spec: OptimizerSpec, total_updates: int) -> None:
-        bf16 = model.config.params_dtype is torch.bfloat16
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=spec.lr,
-            min_lr=spec.min_lr,
-            weight_decay=spec.weight_decay,
-            adam_beta1=spec.betas[0],
-            adam_beta2=spec.betas[1],
-            adam_eps=spec.eps,
-            clip_grad=spec.clip_grad,
-            bf16=bf16,
-            params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=True,
-        )
+    def __init__(
+        self, model: DistributedDataParallel, weight_map: WeightMap, spec: OptimizerSpec, total_updates: int
+    ) -> None:
+        self.kind = spec.kind
+        self._settings = settings_of(spec, weight_map.entries)
+        self._masters = (MASTER,) if model.config.params_dtype is torch.bfloat16 else ()
+        entries = dict(weight_map.local_entries(model.module))
+        made_of = {p: entries[name] for name, p in model.module.named_parameters() if p.requires_grad}
         with runtime.optimizer_patches():
-            built = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+            built = get_megatron_optimizer(
+                _config(spec, model.config.params_dtype),
+                [model],
+                config_overrides=_overrides({p: self._settings[entry] for p, entry in made_of.items()}),
+                use_gloo_process_groups=False,
+            )
         parts = built.chained_optimizers if isinstance(built, ChainedOptimizer) else [built]
         self._optimizer = built
         self._parts: list[DistributedOptimizer] = list(parts)
+        self._adams: list[torch.optim.Optimizer] = []
         for part in self._parts:
-            if isinstance(part.optimizer, torch.optim.AdamW):
-                for group in part.optimizer.param_groups:
-                    group["fused"], group["foreach"] = True, False
+            if isinstance(spec, SgdOptimizer):
+                part.optimizer = _sgd(part.optimizer.param_groups, spec.momentum)
+                continue
+            self._adams.append(_fused(part.optimizer))
+            if isinstance(spec, MuonOptimizer):
+                part.optimizer = Muon(part, spec, weight_map, made_of)
         decay_steps = (spec.decay_steps or total_updates) + 1
         self._scheduler = OptimizerParamScheduler(
             built,
@@ -108,8 +123,7 @@ class PolicyOptimizer:
             self._clip(norm)
             self._scheduler.step(increment=1)
             self._optimizer.step_with_ready_grads()
-        lr = next(group["lr"] for group in self._optimizer.param_groups if group["params"])
-        return OptimizerStep(grad_norm=norm, lr=float(lr))
+        return OptimizerStep(grad_norm=norm, lr=float(self._scheduler.get_lr({})))
 
     def _clip(self, norm: float) -> None:
         """Scale every gradient so that their norm over all ranks, which is `norm`, is at most the spec's."""
@@ -118,20 +132,84 @@ class PolicyOptimizer:
             if self._max_norm > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._max_norm, total_norm=norm)
 
-    def shards(self) -> Iterator[tuple[DistributedOptimizer, torch.nn.Parameter, Tensor, int, int]]:
-        """Each model parameter this rank owns a part of: (part, parameter, main shard [end-start], start, end)."""
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of state that some parameter has."""
+        return tuple(dict.fromkeys(kind for entry in self._settings for kind in self.kinds_of(entry)))
+
+    def kinds_of(self, entry: Entry) -> tuple[str, ...]:
+        """Kinds of state that this parameter has."""
+        momentum = self.kind == "sgd" or self._settings[entry].muon
+        return (*((MOMENTUM,) if momentum else _ADAM_STATE), *self._masters)
+
+    def slices(self) -> Iterator[tuple[Slice, dict[str, Any]]]:
+        """This rank's slices of parameters, each with its state."""
         for part in self._parts:
-            for parameter in part.model_param_gbuf_map:
-                owned = part._get_model_param_range_map(parameter)["param"]
-                group, order = part.model_param_group_index_map[parameter]
-                yield part, parameter, part.optimizer.param_groups[group]["params"][order], owned.start, owned.end
+            for owned in slices_of(part):
+                yield owned, part.optimizer.state[owned.main]
 
     def restore(self, updates: int) -> None:
-        """Set the schedule to `updates` optimizer steps done."""
+        """Set the schedule, and Adam's own count, to `updates` optimizer steps done."""
         self._scheduler.num_steps = updates
         self._scheduler.step(increment=0)
+        for adam in self._adams:
+            _set_count(adam, updates)
 
     def reload_main_params(self) -> None:
         """Copy the model's weights into the optimizer's master copies (after loading weights)."""
         with runtime.optimizer_patches():
             self._optimizer.reload_model_params()
+
+
+def _config(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerConfig:
+    """Megatron's settings; those of Adam are read where the spec has any."""
+    adam = spec if isinstance(spec, AdamMoments) else spec.adamw if isinstance(spec, MuonOptimizer) else AdamMoments()
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=spec.lr,
+        min_lr=spec.min_lr,
+        weight_decay=spec.weight_decay,
+        adam_beta1=adam.betas[0],
+        adam_beta2=adam.betas[1],
+        adam_eps=adam.eps,
+        clip_grad=spec.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def _overrides(settings: Mapping[torch.nn.Parameter, Settings]) -> dict[ParamKey, dict[str, float | bool]]:
+    """Megatron's groups: one for all parameters of equal settings, with the numbers that its scheduler reads."""
+    found = {}
+    for one in set(settings.values()):
+        members = {parameter for parameter, own in settings.items() if own == one}
+        decay = {"start_wd": one.weight_decay, "end_wd": one.weight_decay}
+        key = ParamKey(predicate=ParamPredicate(name=str(asdict(one)), fn=members.__contains__))
+        found[key] = {"max_lr": one.lr, "min_lr": one.min_lr, "muon": one.muon, **decay}
+    return found
+
+
+def _fused(adam: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer, its step as one kernel; Transformer Engine's is one anyway."""
+    if isinstance(adam, torch.optim.AdamW):
+        for group in adam.param_groups:
+            group["fused"], group["foreach"] = True, False
+    return adam
+
+
+def _sgd(groups: list[dict[str, Any]], momentum: float) -> torch.optim.SGD:
+    """PyTorch's SGD over groups of slices, which are views and therefore no parameters that its constructor takes."""
+    made = torch.optim.SGD([torch.zeros(0)], momentum=momentum)
+    made.param_groups = [{**made.defaults, **group} for group in groups]
+    return made
+
+
+def _set_count(adam: torch.optim.Optimizer, updates: int) -> None:
+    """Set Adam's count of steps: PyTorch keeps one a parameter, which must not be shared, Transformer Engine one a group."""
+    for group in adam.param_groups:
+        if isinstance(adam, torch.optim.AdamW):
+            for main in group["params"]:
+                adam.state[main]["step"] = torch.tensor(float(updates), dtype=torch.float32, device=main.device)
+        else:
+            group["step"] = updates

@@ -35,8 +35,8 @@ from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.policy.top import TopK, top_of_batch
+from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
@@ -166,7 +166,7 @@ class PolicyRank:
     def start_training(self, optimizer: OptimizerSpec, total_updates: int) -> None:
         """Wrap the model for gradients and make the optimizer; `total_updates` optimizer steps span the schedule."""
         self._ddp = wrap_ddp(self.model)
-        self._optimizer = PolicyOptimizer(self._ddp, optimizer, total_updates)
+        self._optimizer = PolicyOptimizer(self._ddp, self._store.trained, optimizer, total_updates)
 
     def train_step(
         self,

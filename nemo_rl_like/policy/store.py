@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.model.forward import MegatronModel
@@ -18,12 +18,14 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import AdapterMap, MergedWeights
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.policy.moments import MASTER, MOMENTS, GatheredState, put_state
+from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.spec.policy import LoraSpec
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
 ADAPTER_CONFIG = "adapter_config.json"
+OPTIMIZER = "optimizer.json"
+"""Beside the optimizer's state: its kind, as the spec names it."""
 
 
 class PolicyStore:
@@ -36,7 +38,7 @@ class PolicyStore:
         self._config = config
         self._map = WeightMap(config)
         self._lora = lora
-        self._trained = self._map if lora is None else AdapterMap(config, lora)
+        self.trained: WeightMap = self._map if lora is None else AdapterMap(config, lora)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
     def save(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> tuple[ShardFile, ...]:
@@ -51,11 +53,14 @@ class PolicyStore:
             if self._config.score_head:
                 _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
         if self._lora is not None:
-            files += self._write(folder, f"{prefix}{ADAPTER}", self._trained.iter_hf(self._model))
+            files += self._write(folder, f"{prefix}{ADAPTER}", self.trained.iter_hf(self._model))
             if dist.get_rank() == 0:
                 write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
         if optimizer is not None:
             files += self._write(folder, f"{prefix}optimizer", self._moments(optimizer))
+            if dist.get_rank() == 0:
+                kind = json.dumps({"kind": optimizer.kind}) + "\n"
+                (folder / f"{prefix}optimizer" / OPTIMIZER).write_text(kind, encoding="utf-8")
         return files
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -74,25 +79,44 @@ class PolicyStore:
         return writer.close()
 
     def _moments(self, optimizer: PolicyOptimizer) -> Iterator[tuple[str, Tensor | None]]:
-        for kind in self._kinds():
+        for kind in optimizer.kinds:
             state = GatheredState(optimizer, self._names, kind)
-            for name, tensor in self._trained.iter_hf(self._model, state):
+            for name, tensor in self._with_state(optimizer, kind).iter_hf(self._model, state):
                 yield f"{kind}/{name}", tensor
 
-    def _kinds(self) -> tuple[str, ...]:
-        return MOMENTS if self._model.dtype is torch.float32 else (*MOMENTS, MASTER)
+    def _with_state(self, optimizer: PolicyOptimizer, kind: str) -> WeightMap:
+        """The map of the parameters that have this kind of state."""
+        return self.trained.only(lambda entry: kind in optimizer.kinds_of(entry))
 
     def load_weights(self, folder: Path, prefix: str = "") -> None:
         """Take what this rank trains from a checkpoint: its weights, or its adapters beside the base, which stays."""
         section = "weights" if self._lora is None else ADAPTER
-        self._trained.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
+        self.trained.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
 
     def load_optimizer(self, folder: Path, optimizer: PolicyOptimizer, updates: int) -> None:
-        """Take this rank's optimizer state from `folder`, as it was after `updates` optimizer steps."""
+        """Take this rank's optimizer state from `folder`, as it was after `updates` optimizer steps.
+
+        Raises InputError for the state of another kind of optimizer.
+        """
+        _require_kind(folder, optimizer.kind)
         reader = SafetensorsReader(folder)
-        kinds = {kind: self._trained.scatter_hf(self._model, PrefixedReader(reader, kind)) for kind in self._kinds()}
-        put_state(optimizer, self._names, kinds, updates)
+        kinds = {
+            kind: self._with_state(optimizer, kind).scatter_hf(self._model, PrefixedReader(reader, kind))
+            for kind in optimizer.kinds
+        }
+        put_state(optimizer, self._names, kinds)
         optimizer.restore(updates)
+
+
+def _require_kind(folder: Path, kind: str) -> None:
+    """Raise InputError unless the folder holds the state of this optimizer; those of AdamW once said nothing."""
+    file = folder / OPTIMIZER
+    stored = json.loads(file.read_text(encoding="utf-8"))["kind"] if file.is_file() else "adamw"
+    if stored != kind:
+        raise InputError(
+            f"{folder} holds the state of `optimizer.kind: {stored}`, but the spec has `optimizer.kind: {kind}`; set {stored} to go on, or "
+            "start anew from the checkpoint's weights in a stage of another name"
+        )
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
-from nemo_rl_like.model.lora import check_targets
+from nemo_rl_like.model.lora import AdapterMap, check_targets
 from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.policy.groups import settings_of
 from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.distill import DistillStageSpec
-from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
 from nemo_rl_like.spec.policy import RouterSpec
+from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
 from nemo_rl_like.stages.workers import context_tokens, environment_of
@@ -34,6 +37,7 @@ def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[st
     """What would stop a stage that runs a policy: the messages of the checks that raise an error meant for users."""
     common: tuple[Callable[[ExperimentSpec], object], ...] = (
         check_model,
+        check_groups,
         check_devices,
         check_engine,
         check_environment,
@@ -46,7 +50,7 @@ def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[st
             check()
         except NrlError as error:
             found.append(str(error))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def check_model(spec: ExperimentSpec) -> None:
@@ -70,6 +74,21 @@ def check_model(spec: ExperimentSpec) -> None:
     if spec.model.path is not None:
         with SafetensorsReader(spec.model.path) as weights:
             WeightMap(config).check(weights)
+
+
+def check_groups(spec: ExperimentSpec) -> None:
+    """Every group of parameters of an optimizer has some; a critic's are told when it starts. Raises SpecError, InputError."""
+    for stage in spec.stages:
+        if isinstance(stage, (*TRAINING_STAGES, RewardModelStageSpec)) and stage.optimizer.groups:
+            settings_of(stage.optimizer, _trained_map(spec, stage).entries)
+
+
+def _trained_map(spec: ExperimentSpec, stage: StageSpec) -> WeightMap:
+    """The parameters that the stage trains."""
+    config, lora = config_of(spec), spec.policy.lora
+    if isinstance(stage, RewardModelStageSpec):
+        return WeightMap(replace(config, score_head=True))
+    return WeightMap(config) if lora is None else AdapterMap(config, lora)
 
 
 def check_teacher(spec: ExperimentSpec, folder: str, field: str = "teacher") -> None:

@@ -19,8 +19,8 @@ from nemo_rl_like.checkpoint.layout import ADAPTER, ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.model.lora import adapters_off
 from nemo_rl_like.policy.rank import PolicyRank, Walk
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.policy.ranks import context_of, run_ranks
 from tests.policy.test_laws import BETA1, make_batch, make_folder
@@ -73,7 +73,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def member(rank: int, world: int, port: int, folders: Folders, policy: PolicySpec) -> PolicyRank:
     place = context_of(policy.layout, rank, world, port)
     made = PolicyRank(place, folder=str(folders.base), policy=policy, dtype="float32", adapter_seed=5)
-    made.start_training(OptimizerSpec(lr=1e-2, clip_grad=0.0, betas=(BETA1, 0.999), weight_decay=0.1), 10)
+    made.start_training(AdamWOptimizer(lr=1e-2, clip_grad=0.0, betas=(BETA1, 0.999), weight_decay=0.1), 10)
     return made
 
 
@@ -102,7 +102,7 @@ def steps(rank: int, world: int, port: int, folders: Folders, policies: list[Pol
     for policy in policies:
         this, batch = member(rank, world, port, folders, policy), make_batch()
         found: dict[str, Any] = {"start": log_probs(this, batch), "start merged": tensors(this._store.weights())}
-        found["drawn"] = tensors(this._store._trained.iter_hf(this.model))
+        found["drawn"] = tensors(this._store.trained.iter_hf(this.model))
         with adapters_off(this.model):
             found["base"] = log_probs(this, batch)
         this.load(str(folders.checkpoint), None)
