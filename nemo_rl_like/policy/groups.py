@@ -88,4 +88,3 @@ def _groups_of(groups: Sequence[ParameterGroup], names: Sequence[str]) -> Mappin
             raise SpecError(f"{field}, and all that it matches is in groups before it; move it up, or leave it out")
         found |= dict.fromkeys(left, group)
     return found
-

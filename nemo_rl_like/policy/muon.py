@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_like.algorithms.orthogonal import newton_schulz
+from nemo_rl_like.model.gradients import gradient_buffer
 from nemo_rl_like.model.mcore import DistributedOptimizer
 from nemo_rl_like.model.weight_map import Entry, WeightMap
 from nemo_rl_like.policy.slices import Slice, slices_of
@@ -54,7 +55,7 @@ class Muon:
         self.adamw.step()
         for owned, _ in self._owned:
             direction = self._with_momentum(owned)
-            owned.parameter.main_grad.view(-1)[owned.start : owned.end].copy_(direction)
+            _buffer(owned.parameter).view(-1)[owned.start : owned.end].copy_(direction)
         self._gather_directions()
         for owned, group in self._owned:
             update = self._update(owned)
@@ -82,10 +83,17 @@ class Muon:
     def _update(self, owned: Slice) -> Tensor:
         """What the slice is moved by, per unit of learning rate."""
         entry = self._entries[owned.parameter]
-        matrices = self._map.wholes(entry, owned.parameter.main_grad.to(self._dtype))
+        matrices = self._map.wholes(entry, _buffer(owned.parameter).to(self._dtype))
         updates = [self._orthogonal(matrix) for matrix in matrices]
         return self._map.local_part(entry, updates).reshape(-1)[owned.start : owned.end]
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         scale = self._spec.update_rms * math.sqrt(max(matrix.shape))
         return newton_schulz(matrix, self._spec.ns_steps).float() * scale
+
+
+def _buffer(parameter: torch.nn.Parameter) -> Tensor:
+    """DDP's buffer for the parameter's gradient."""
+    buffer = gradient_buffer(parameter)
+    assert buffer is not None, "the optimizer's parameters are those of DDP"
+    return buffer

@@ -15,15 +15,15 @@ from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
+from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, RecomputeSpec, RouterSpec
-from nemo_rl_like.spec.stage import OptimizerSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.model import tiny
 from tests.policy.ranks import context_of, run_ranks
 
 pytestmark = pytest.mark.timeout(400)
 OBJECTIVE = PolicyGradient(AlgorithmSpec())
-OPTIMIZER = OptimizerSpec(lr=1e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+OPTIMIZER = AdamWOptimizer(lr=1e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
 """An epsilon above the gradients' rounding: Adam would blow up the noise of an expert that few tokens chose."""
 ROUTER = RouterSpec(balance_loss=0.2, z_loss=0.05)
 LAYOUTS = {
