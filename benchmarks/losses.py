@@ -27,6 +27,7 @@ from nemo_rl_like.algorithms.policy_losses import LOSSES
 from nemo_rl_like.algorithms.preference import objective_of as preference_of
 from nemo_rl_like.algorithms.preference_losses import LOSSES as PREFERENCE_LOSSES
 from nemo_rl_like.algorithms.step import with_advantages
+from nemo_rl_like.model import runtime
 from nemo_rl_like.model.layouts import plan_microbatches
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
 from nemo_rl_like.spec.policy_losses import SEQUENCE_LOSSES
@@ -44,6 +45,7 @@ def main() -> int:
     """Time everything, write the JSON; exit 1 if something is not linear in tokens."""
     options = _options()
     torch.set_num_threads(options.threads)
+    runtime.keep_freed_memory()  # as a policy's ranks do: mapping fresh pages for large tensors alone doubles the time per token
     batch = make_batch(MILLION)
     softmax = log_softmax_seconds(options.vocab, options.softmax_tokens, options.repeats)
     losses = {name: loss_seconds(name, batch, options.repeats) for name in LOSSES}

@@ -169,7 +169,7 @@ def init_distributed(
     if threads:
         torch.set_num_threads(threads)
     if not on_cuda():
-        _keep_freed_memory()
+        keep_freed_memory()
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         _choose_device(rank)
@@ -221,7 +221,7 @@ def _init_model_parallel(tp: int, cp: int, pp: int, ep: int, etp: int, timeout_s
     )
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc reuse freed host memory instead of giving it back to the system.
 
     Activations come and go each layer; mapping and zeroing their pages anew costs about 7 % of a CPU step. What CUDA's caching
