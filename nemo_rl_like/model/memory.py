@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.activations import Activations, HeadShape, Layers, MicroBatchShape
 from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
 from nemo_rl_like.spec.policy import LayoutSpec
@@ -77,6 +78,10 @@ class Training:
     def memory(self, layout: LayoutSpec, stage: int) -> Memory:
         """Bytes of a rank on a pipeline stage. Raises InputError if the model cannot be split that way."""
         self.config.check_layout(layout)
+        if layout.cp > 1:
+            raise InputError(
+                f"layout.cp is {layout.cp}, and memory is estimated without context parallelism only; leave it out"
+            )
         dense, experts = parameter_buffers(self.config, layout, stage)
         owners = layout.dp * layout.tp // (layout.ep * layout.expert_tp)  # ranks that hold the same experts
         owned = dense // layout.dp + experts // owners

@@ -87,7 +87,15 @@ class RouterWatch:
         rows = self.rows
         if rows is None or not torch.is_grad_enabled():
             return weights
-        logits = logits.float()
+        with torch.set_grad_enabled(self._losses != RouterSpec()):
+            loss = self._loss(layer, rows, logits.float(), chosen)
+        if not loss.requires_grad:
+            return weights
+        with_loss: Tensor = _WithLoss.apply(weights, self._scale * loss)
+        return with_loss
+
+    def _loss(self, layer: int, rows: RowPairs, logits: Tensor, chosen: Tensor) -> Tensor:
+        """This rank's part of the pass's losses; counts the choices."""
         picked = rows.sums(chosen.float())
         self._chosen[layer] += picked.sum(0)
         if self._in_parts:
@@ -99,8 +107,7 @@ class RouterWatch:
         if self._losses.z_loss:
             square = logits.logsumexp(-1, keepdim=True).square()
             loss = loss + self._losses.z_loss * self._row_weight * (rows.sums(square) / rows.lengths).sum()
-        with_loss: Tensor = _WithLoss.apply(weights, self._scale * loss)
-        return with_loss
+        return loss
 
     def metrics(self) -> Tensor:
         """`ROUTER_METRICS` float32 [3] of the last step, on every rank: one all-reduce."""

@@ -1,0 +1,113 @@
+"""The estimate of `model.memory` against the bytes of tensors that real training steps hold, on one rank and on two."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nemo_rl_like.spec.policy import LayoutSpec
+from tests.policy.ranks import context_of, run_ranks
+
+TOLERANCE = 0.03
+RANKS_TOLERANCE = 0.05
+"""Of several ranks: a collective may hold a tensor for a moment longer."""
+PARTS = ("parameters", "gradients", "optimizer", "total")
+TIMEOUT_S = 550.0
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+LAYOUTS = {
+    "dp2": LayoutSpec(dp=2),
+    "tp2": LayoutSpec(tp=2),
+    "tp2 sp": LayoutSpec(tp=2, sp=True),
+    "pp2": LayoutSpec(pp=2),
+}
+EXPERT_LAYOUTS = {
+    "ep2": LayoutSpec(dp=2, ep=2),
+    "tp2 sp": LayoutSpec(tp=2, sp=True),
+    "tp2 sp ep2 etp1": LayoutSpec(tp=2, sp=True, ep=2, etp=1),
+}
+LONGER = {"prompt": 56, "response": 200, "micro_batch_tokens": 512}
+"""Longer rows: activations must outweigh the copies of its buffers that gloo makes to sum them."""
+
+
+def compared(
+    rank: int, world: int, port: int, cases: dict[str, tuple[str, dict[str, Any]]], kept: int | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Estimated and measured bytes of every rank, by case: a name of the benchmark's and what is changed in it.
+
+    `kept`: bytes of exponentials that the head may keep, instead of 512 MiB.
+    """
+    from nemo_rl_like.model import activations, heads
+
+    sys.path.insert(0, BENCHMARKS)
+    import memory
+
+    if kept is not None:
+        activations.KEPT_EXPONENTIALS = heads.KEPT_EXPONENTIALS = kept
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, (base, changes) in cases.items():
+        case = replace(memory.CASES[base], **changes)
+        estimate, measured = memory.compare(case, context_of(case.layout, rank, world, port))
+        every: list[Any] = [None] * world
+        dist.all_gather_object(every, memory.as_json(estimate, measured))
+        found[name] = every
+    return found
+
+
+def case_names() -> list[str]:
+    """The benchmark's cases."""
+    sys.path.insert(0, BENCHMARKS)
+    try:
+        return list(importlib.import_module("memory").CASES)
+    finally:
+        sys.path.remove(BENCHMARKS)
+
+
+def assert_within(entries: dict[str, dict[str, Any]]) -> None:
+    """Every part."""
+    for name, entry in entries.items():
+        for part, ratio in entry["estimated_over_measured"].items():
+            assert abs(ratio - 1) <= TOLERANCE, (name, part, entry)
+
+
+def test_every_part_is_what_a_step_on_one_rank_holds(tmp_path: Path) -> None:
+    found = run_ranks(compared, 1, tmp_path, {name: (name, {}) for name in case_names()}, timeout_s=TIMEOUT_S)
+    assert_within({name: ranks[0] for name, ranks in found.items()})
+
+
+def test_a_head_that_keeps_few_chunks_holds_one_more_while_it_makes_the_next(tmp_path: Path) -> None:
+    name = "llama, 4096 tokens of vocabulary, chunks of 128"
+    found = run_ranks(compared, 1, tmp_path, {name: (name, {})}, 2 * 128 * 4096 * 4)
+    assert_within({name: found[name][0]})
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Both ranks of every layout, in one start."""
+    cases = {f"llama, {name}": ("llama, micro-batches of two rows", at) for name, at in LAYOUTS.items()}
+    cases |= {f"experts, {name}": ("qwen3_moe, micro-batches of two rows", at) for name, at in EXPERT_LAYOUTS.items()}
+    longer = {name: (base, LONGER | {"layout": layout}) for name, (base, layout) in cases.items()}
+    return run_ranks(compared, 2, tmp_path_factory.mktemp("ranks"), longer, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_of_a_layout_holds_what_is_estimated(layout: str, two_ranks: Any) -> None:
+    for entry in two_ranks[f"llama, {layout}"]:
+        for part in PARTS:
+            assert abs(entry["estimated_over_measured"][part] - 1) <= RANKS_TOLERANCE, (part, entry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_ranks_with_experts_hold_what_is_estimated_on_average(layout: str, two_ranks: Any) -> None:
+    """A rank whose experts are chosen more often than others holds more, which no estimate can know."""
+    ranks = two_ranks[f"experts, {layout}"]
+    for part in PARTS:
+        estimated, measured = (sum(entry[kind][part] for entry in ranks) for kind in ("estimated", "measured"))
+        assert abs(estimated / measured - 1) <= RANKS_TOLERANCE, (part, ranks)
