@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,11 +226,13 @@ def families(scratch: Path) -> Figures:
 
     from nemo_rl_like.model.check import check_folder
     from nemo_rl_like.model.families import FAMILIES
+    from nemo_rl_like.model.hf_config import ExpertsConfig
 
     out: Figures = {}
     for family in FAMILIES:
         torch.manual_seed(1)
-        shape = {**small_config().to_hf_dict(), **FAMILIES[family].written, "model_type": family}
+        experts = ExpertsConfig(8, per_token=2, width=256, normalize=True) if FAMILIES[family].experts else None
+        shape = replace(small_config(), family=family, experts=experts).to_hf_dict()
         kept = {k: v for k, v in shape.items() if k not in ("architectures", "torch_dtype", "dtype", "rope_theta")}
         config = AutoConfig.for_model(**kept)
         AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(scratch / family)
@@ -422,7 +424,7 @@ LINES: dict[str, Line] = {
     **{f"fp8_{r}": Line(fp8_step(r), f"the same steps in FP8, recipe {r}") for r in RECIPES},
     "adapters": Line(adapters, "steps of low-rank adapters in float32"),
     "refusals": Line(refusals, "what this GPU cannot do is refused with the reason"),
-    "families": Line(families, "Llama, Mistral, Qwen2 and Qwen3 logits against transformers"),
+    "families": Line(families, "logits of every family, experts among them, against transformers"),
     "checkpoint": Line(checkpoint, "save, load, and the next steps are the same"),
     "engine_float32": Line(engine("float32", 1e-3), "sampling log-probs against the trainer's, float32"),
     "engine_bf16": Line(engine("bfloat16", 0.3), "sampling log-probs against the trainer's, bfloat16"),
