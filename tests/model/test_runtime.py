@@ -94,7 +94,7 @@ def test_what_needs_a_gpu_says_why() -> None:
 
 
 def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
-    with pytest.raises(InputError, match=r"world size 3 is not a multiple of tp \* pp = 2 \* 1"):
+    with pytest.raises(InputError, match=r"world size 3 is not a multiple of tp \* cp \* pp = 2 \* 1 \* 1"):
         runtime.init_distributed(0, 3, "127.0.0.1", 1, 2, 1, 1.0)
 
 
