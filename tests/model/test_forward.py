@@ -130,4 +130,6 @@ def test_an_empty_pass_has_zero_gradients(folders: dict[str, Path]) -> None:
 
 def test_a_flat_place_counts_tokens_row_by_row() -> None:
     hidden = torch.arange(6.0).reshape(3, 2, 1)  # [s, b, H]: row 0 is 0, 2, 4 and row 1 is 1, 3, 5
-    assert select_places(hidden, torch.tensor([0, 2, 3, 5])).flatten().tolist() == [0, 4, 1, 5]
+    assert select_places(hidden, torch.tensor([0, 2, 3, 5]), length=3).flatten().tolist() == [0, 4, 1, 5]
+    second_half = select_places(hidden[1:], torch.tensor([1, 2, 5]), length=3, first=1)
+    assert second_half.flatten().tolist() == [2, 4, 5]
