@@ -104,9 +104,8 @@ def _tracked(model: torch.nn.Module, tensors: Sequence[Named], consumed: set[str
 def _noting(loader: Callable[..., object], names: dict[int, str], consumed: set[str]) -> Callable[..., object]:
     @functools.wraps(loader)  # vLLM recognises its own wrappers by __name__ and unwraps them by __wrapped__
     def note(*args: object, **kwargs: object) -> object:
-        given = (
-            x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)
-        )  # experts' loaders are called by keyword
+        # Experts' loaders are called by keyword.
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         consumed.update(names[x.data_ptr()] for x in given if x.data_ptr() in names)
         return loader(*args, **kwargs)
 

@@ -83,8 +83,7 @@ class Training:
                 f"layout.cp is {layout.cp}, and memory is estimated without context parallelism only; leave it out"
             )
         dense, experts = parameter_buffers(self.config, layout, stage)
-        owners = layout.dp * layout.tp // (layout.ep * layout.expert_tp)  # ranks that hold the same experts
-        owned = dense // layout.dp + experts // owners
+        owned = dense // layout.dp + experts // layout.expert_dp
         item = ITEMSIZE[self.dtype]
         activations = Activations(self.config, layout, self.rows, item, self.layers, self.head)
         # 1F1B: a stage runs ahead of the last one by as many micro-batches as there are stages between them.
@@ -112,8 +111,7 @@ def parameter_buffers(config: ModelConfig, layout: LayoutSpec, stage: int) -> tu
     layers = len(config.layers_of_stage(stage, layout.pp))
     own = _aligned(_ends(config, layout, stage)) + layers * _aligned(_layer_parameters(config, layout))
     experts = layers * _aligned(_expert_parameters(config, layout))
-    owners = layout.dp * layout.tp // (layout.ep * layout.expert_tp)
-    return _up(own, math.lcm(layout.dp, _BUFFER_ALIGNMENT)), _up(experts, math.lcm(owners, _BUFFER_ALIGNMENT))
+    return _up(own, math.lcm(layout.dp, _BUFFER_ALIGNMENT)), _up(experts, math.lcm(layout.expert_dp, _BUFFER_ALIGNMENT))
 
 
 def _aligned(sizes: Iterable[int]) -> int:

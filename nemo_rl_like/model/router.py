@@ -55,7 +55,6 @@ class RouterWatch:
         self._config = config
         self._losses = RouterSpec()
         self._row_weight, self._scale = 0.0, 0.0
-        self._in_parts = False
         self._chosen, self._balance = torch.zeros(0), torch.zeros(())
 
     @contextmanager
@@ -67,19 +66,18 @@ class RouterWatch:
         try:
             yield
         finally:
-            self._row_weight, self.rows = 0.0, None
+            self.rows = None
 
     def pairs(
         self, row_places: RowPlaces | None, shape: torch.Size, padded: int, context: ContextRanks | None
     ) -> RowPairs | None:
         """The rows of a pass of `shape` [b, s], as an `AttentionCall` takes them; None where nothing is balanced."""
-        if row_places is None or self._row_weight == 0.0:
+        if row_places is None:
             return None
         parts, part = (1, 0) if context is None else (context.size, context.group.rank())
         if self._config.sequence_parallel:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             parts, part = parts * ranks, part * ranks + parallel_state.get_tensor_model_parallel_rank()
-        self._in_parts = parts > 1
         return row_places.on_rank(shape, padded, parts, part)
 
     def balanced(self, layer: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -98,7 +96,7 @@ class RouterWatch:
         """This rank's part of the pass's losses; counts the choices."""
         picked = rows.sums(chosen.float())
         self._chosen[layer] += picked.sum(0)
-        if self._in_parts:
+        if rows.in_parts:
             dist.all_reduce(picked, group=parallel_state.get_tensor_and_context_parallel_group())
         fraction = picked * (logits.shape[1] / self._config.moe_router_topk) / rows.lengths
         balance = (fraction * rows.sums(logits.softmax(-1)) / rows.lengths).sum() * self._row_weight

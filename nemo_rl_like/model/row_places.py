@@ -33,7 +33,7 @@ class RowPlaces:
         column = self.places % length - own * part
         mine = (column >= 0) & (column < own)
         tokens = column * rows + self.places // length
-        return RowPairs(tokens[mine], self.rows[mine], self.lengths[:, None].float())
+        return RowPairs(tokens[mine], self.rows[mine], self.lengths[:, None].float(), in_parts=parts > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class RowPairs:
     """int64 [K]"""
     lengths: Tensor
     """float32 [R, 1] tokens of each row over all ranks."""
+    in_parts: bool
+    """Other ranks have further tokens of the rows."""
 
     def sums(self, values: Tensor) -> Tensor:
         """Values of this rank's tokens [n, C], summed over each row: [R, C]."""

@@ -7,7 +7,7 @@ its ranks an equal run of a layer's experts, which have tensor-parallel ranks of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -138,8 +138,9 @@ class WeightMap:
 
     def local_entries(self, model: MegatronModel) -> Iterator[tuple[str, Entry]]:
         """This rank's parameters by name, with what each is made of; a tied embedding's copy on the last stage is one too."""
+        present = _names_of(model)
         for entry in self.entries:
-            for name in (self._local_name(model, entry), self._tied_copy(model, entry)):
+            for name in (self._local_name(present, entry), self._tied_copy(model, entry)):
                 if name is not None:
                     yield name, entry
 
@@ -169,9 +170,9 @@ class WeightMap:
         iterator to its end.
         """
         source = dict(model.named_parameters()) if tensors is None else tensors
-        gather = _Gather(source)
+        gather, present = _Gather(source), _names_of(model)
         for entry in self.entries:
-            name = self._local_name(model, entry)
+            name = self._local_name(present, entry)
             local = None if name is None else _named(source, name)
             full = gather.to_rank_zero(entry, self._leader(entry), local, self._padded_shape(entry))
             parts = [None] * len(entry.hf) if full is None else self._split(entry, full)
@@ -183,7 +184,7 @@ class WeightMap:
         for name, entry in self.local_entries(model):
             filled.add(name)
             yield name, self.local_part(entry, [reader.get(source) for source in entry.hf])
-        left = sorted({name for name, _ in model.named_parameters() if self.owns(name)} - filled)
+        left = sorted({name for name in _names_of(model) if self.owns(name)} - filled)
         if left and self._whole:
             raise ValueError(f"the weight map has no entry for Megatron's parameters {left}")
 
@@ -225,8 +226,8 @@ class WeightMap:
         first = self._stage_of(entry) * (dist.get_world_size() // stages)
         return first + self._expert_place(entry)[0] * _etp_size()
 
-    def _local_name(self, model: MegatronModel, entry: Entry) -> str | None:
-        """The parameter's name on this rank; None where another stage or expert-parallel rank holds it."""
+    def _local_name(self, present: Set[str], entry: Entry) -> str | None:
+        """Which of the `present` parameters of this rank's model it is; None where another stage or expert-parallel rank holds it."""
         stage = parallel_state.get_pipeline_model_parallel_rank()
         owner, expert = self._expert_place(entry)
         if self._stage_of(entry) != stage or (entry.expert is not None and owner != _ep_rank()):
@@ -235,7 +236,6 @@ class WeightMap:
         if entry.layer is not None:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             prefix = f"decoder.layers.{entry.layer - self._config.layers_of_stage(stage, stages).start}."
-        present = {name for name, _ in model.named_parameters()}
         names = (prefix + name.replace("{expert}", str(expert)) for name in entry.names)
         return next((name for name in names if name in present), None)
 
@@ -246,6 +246,10 @@ class WeightMap:
 
     def _harmless(self, key: str) -> bool:
         return key.endswith("rotary_emb.inv_freq") or (self._config.tie_embeddings and key == HEAD)
+
+
+def _names_of(model: MegatronModel) -> Set[str]:
+    return {name for name, _ in model.named_parameters()}
 
 
 class _Gather:

@@ -273,7 +273,7 @@ class PolicyRank:
             token_budget=self._spec.micro_batch_tokens,
             together=walk.together(batch),
             pair_cost=attention_pair_cost(self.config),
-            with_row_places=training and self.model.watch is not None,
+            with_row_places=self._balances(walk, training),
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
@@ -309,9 +309,12 @@ class PolicyRank:
             run_schedule(model, micro_batches, forward, training=training, finalize=walk.finalize)
         return Walked(*self._share(flat, entropy, sums))
 
+    def _balances(self, walk: Walk, training: bool) -> bool:
+        """Whether routers are balanced: in a step's own walk. The log-probs of others and further losses leave them alone."""
+        return self.model.watch is not None and training and walk.finalize
+
     def _balanced(self, rows: Tensor, walk: Walk, training: bool) -> AbstractContextManager[None]:
-        """Experts are balanced in a step's own walk; the log-probs of others and further losses leave the routers alone."""
-        if self.model.watch is None or not (training and walk.finalize):
+        if self.model.watch is None or not self._balances(walk, training):
             return nullcontext()
         weight = 1.0 / max(1, int(rows.sum()))
         return self.model.watch.step(self._spec.router, weight, walk.scale, runtime.device())

@@ -59,6 +59,11 @@ class LayoutSpec(Spec):
         return self.tp if self.etp is None else self.etp
 
     @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.stage_ranks // (self.ep * self.expert_tp)
+
+    @property
     def experts_cross_replicas(self) -> bool:
         """Whether a token may have to travel to another data-parallel rank."""
         return self.ep * self.expert_tp > self.cp * self.tp
