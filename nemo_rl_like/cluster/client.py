@@ -57,6 +57,11 @@ class Pending(Sequence[ray.ObjectRef]):
     done: tuple[ray.ObjectRef, ...]
     """Reference to an empty result that is there when the value is."""
 
+    def ended(self) -> bool:
+        """Whether every rank has ended the call, well or not."""
+        ready, _ = ray.wait(list(self.done), num_returns=len(self.done), timeout=0)
+        return len(ready) == len(self.done)
+
     def __getitem__(self, index):  # type: ignore[no-untyped-def]  # int -> reference, slice -> tuple
         return self.values[index]
 
@@ -120,6 +125,16 @@ class GroupClient:
             return ray.get(pending[0], timeout=left)
         except GetTimeoutError as error:
             raise DeadlineExceeded(f"fetching the result of {pending.what}", deadline_s, ()) from error
+
+    def results(self, pending: Pending, *, deadline_s: float) -> list[object]:
+        """Wait for all ranks, and fetch every rank's value, in rank order. Errors as in `wait`."""
+        started = time.monotonic()
+        self.wait(pending, deadline_s=deadline_s)
+        left = max(1.0, deadline_s - (time.monotonic() - started))
+        try:
+            return list(ray.get(list(pending), timeout=left))
+        except GetTimeoutError as error:
+            raise DeadlineExceeded(f"fetching the results of {pending.what}", deadline_s, ()) from error
 
     def wait(self, pending: Pending, *, deadline_s: float) -> None:
         """Wait until every rank has ended the call; fetch nothing.

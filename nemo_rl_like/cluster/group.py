@@ -111,6 +111,10 @@ class WorkerGroup:
         seconds = deadline_s or self.session.spec.step_timeout_s
         return self._client.call(service, method, *args, what=what, deadline_s=seconds, ranks=ranks)
 
+    def results(self, pending: Pending, *, deadline_s: float | None = None) -> list[object]:
+        """As `GroupClient.results`; the deadline is `cluster.step_timeout_s` unless given."""
+        return self._client.results(pending, deadline_s=deadline_s or self.session.spec.step_timeout_s)
+
     def wait(self, pending: Pending, *, deadline_s: float | None = None) -> None:
         """As `GroupClient.wait`; the deadline is `cluster.step_timeout_s` unless given."""
         self._client.wait(pending, deadline_s=deadline_s or self.session.spec.step_timeout_s)

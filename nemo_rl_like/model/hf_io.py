@@ -107,7 +107,7 @@ class SafetensorsReader:
     def _locate(self) -> dict[str, str]:
         index = self._folder / INDEX
         if index.is_file():
-            return _read_index(index)
+            return read_index(index)
         if (self._folder / SINGLE).is_file():
             return dict.fromkeys(self._open_shard(SINGLE).keys(), SINGLE)
         found = sorted(p.name for p in self._folder.iterdir())[:8]
@@ -148,10 +148,10 @@ def write_weights(folder: str | Path, tensors: Iterable[tuple[str, Tensor | None
         for name, tensor in tensors:
             if tensor is not None:
                 writer.add(name, tensor)
-    return _name_shards(target, writer.files)
+    return name_shards(target, writer.files)
 
 
-def _name_shards(folder: Path, parts: Sequence[ShardFile]) -> list[Path]:
+def name_shards(folder: Path, parts: Sequence[ShardFile]) -> list[Path]:
     """Give the shards the names that say how many there are, and write the index if there are several."""
     count = len(parts)
     named = [
@@ -197,7 +197,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """File name by tensor name. Raises InputError if it is no index."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

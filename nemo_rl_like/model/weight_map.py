@@ -7,6 +7,7 @@ its ranks an equal run of a layer's experts, which have tensor-parallel ranks of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
@@ -59,6 +60,20 @@ class Coverage:
     """Needed by the model, absent from the keys."""
     unmapped: tuple[str, ...]
     """Present in the keys, without a place in the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A whole Megatron tensor, still packed, with the names of the Hugging Face tensors in it."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+    unpack: Callable[[Tensor], Sequence[Tensor]]
+    """Its Hugging Face tensors, in the order of `names`."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors by name."""
+        yield from zip(self.names, self.unpack(self.tensor), strict=True)
 
 
 class WeightMap:
@@ -178,6 +193,23 @@ class WeightMap:
             parts = [None] * len(entry.hf) if full is None else self._split(entry, full)
             yield from zip(entry.hf, parts, strict=True)
 
+    def iter_shares(self, model: MegatronModel, tensors: Mapping[str, Tensor] | None = None) -> Iterator[Packed]:
+        """Collective: yields the tensors of this rank's share of the model.
+
+        Every tensor is in the share of one of the ranks that hold it; shares are of about the same size. `tensors` as in `iter_hf`.
+        """
+        source = dict(model.named_parameters()) if tensors is None else tensors
+        present, shares = _names_of(model), _Shares()
+        for entry in self.entries:
+            name = self._local_name(present, entry)
+            if name is None:
+                continue
+            local, place = _named(source, name), shares.place_of(entry)
+            if place is not None:
+                full = _gathered(entry, local.detach(), _group_of(entry), place)
+                if full is not None:
+                    yield Packed(entry.hf, full, partial(self._split, entry))
+
     def _local_tensors(self, model: MegatronModel, reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
         self.check(reader)
         filled = set()
@@ -269,7 +301,7 @@ class _Gather:
                 raise ValueError(f"rank {self._rank} has no Megatron parameter for {entry.hf}")
             if local.dtype is not self._dtype:
                 raise ValueError(f"{entry.hf}: tensors must share one dtype, got {local.dtype} beside {self._dtype}")
-            full = self._in_group(entry, local.detach(), group)
+            full = _gathered(entry, local.detach(), group, 0)
         if leader == 0:
             return full
         if full is not None:
@@ -280,14 +312,40 @@ class _Gather:
         dist.recv(received, src=leader)
         return received
 
-    def _in_group(self, entry: Entry, local: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-        """The whole tensor on the group's first rank."""
-        first = group.rank() == 0
-        if group.size() == 1 or entry.packing == "whole":
-            return local if first else None
-        shards = [torch.empty_like(local) for _ in range(group.size())] if first else None
-        dist.gather(local.contiguous(), shards, dst=dist.get_global_rank(group, 0), group=group)
-        return None if shards is None else _unshard(entry, shards)
+
+class _Shares:
+    """Deals tensors out to the ranks that hold them: each to the one with the fewest bytes so far, of experts and others apart.
+
+    All ranks that hold a tensor must ask in the same order.
+    """
+
+    def __init__(self) -> None:
+        dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True) * _tp_size()
+        experts = parallel_state.get_expert_data_parallel_world_size() * _etp_size()
+        self._sizes = {False: [0] * dense, True: [0] * experts}
+
+    def place_of(self, entry: Entry) -> int | None:
+        """Rank, within the group over which this rank's copy of the tensor is cut, that gets the tensor whole; None: another copy's."""
+        apart = entry.expert is not None
+        sizes = self._sizes[apart]
+        chosen = sizes.index(min(sizes))
+        sizes[chosen] += sum(math.prod(shape) for shape in entry.shapes)
+        copy, place = divmod(chosen, _etp_size() if apart else _tp_size())
+        if apart:
+            mine = parallel_state.get_expert_data_parallel_rank()
+        else:
+            mine = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return place if copy == mine else None
+
+
+def _gathered(entry: Entry, local: Tensor, group: dist.ProcessGroup, place: int) -> Tensor | None:
+    """The whole tensor on the group's rank `place`, None on its others."""
+    here = group.rank() == place
+    if group.size() == 1 or entry.packing == "whole":
+        return local if here else None
+    shards = [torch.empty_like(local) for _ in range(group.size())] if here else None
+    dist.gather(local.contiguous(), shards, dst=dist.get_global_rank(group, place), group=group)
+    return None if shards is None else _unshard(entry, shards)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, kv_heads: int) -> Tensor:

@@ -11,6 +11,7 @@ import ray
 
 from nemo_rl_like.algorithms.objectives import Auxiliary, Objective
 from nemo_rl_like.checkpoint.layout import ADAPTER, SECTIONS
+from nemo_rl_like.cluster.client import Pending
 from nemo_rl_like.cluster.context import Hosted
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
@@ -167,12 +168,38 @@ class Policy:
 
     def save(self, folder: Path, prefix: str = "") -> tuple[ShardFile, ...]:
         """Write weights (a Hugging Face folder) and, in training, optimizer state under a checkpoint's temporary folder."""
-        got = self.group.call(self.service, "save", str(folder), prefix, what=f"save to {folder}")
-        return cast(tuple[ShardFile, ...], got)
+        return self._shards(self.group.submit(self.service, "save", str(folder), prefix, what=f"save to {folder}"))
+
+    def begin_save(self, folder: Path, prefix: str = "") -> PendingSave:
+        """As `save`, but returns when the ranks have copied what they will write."""
+        self.group.call(self.service, "begin_save", str(folder), prefix, what=f"copy for the save to {folder}")
+        return PendingSave(self, self.group.submit(self.service, "saved", what=f"save to {folder}"))
+
+    def _shards(self, pending: Pending) -> tuple[ShardFile, ...]:
+        """What every rank wrote."""
+        parts = cast(list[tuple[ShardFile, ...]], self.group.results(pending))
+        return tuple(shard for part in parts for shard in part)
 
     def load(self, folder: Path, updates: int | None = None, prefix: str = "") -> None:
         """Load weights from a checkpoint; with `updates`, also the optimizer state after that many steps."""
         self.group.call(self.service, "load", str(folder), updates, prefix, what=f"load of {folder}")
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSave:
+    """A model whose ranks are writing copies of it."""
+
+    model: Policy
+    pending: Pending
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank has ended, well or not."""
+        return self.pending.ended()
+
+    def shards(self) -> tuple[ShardFile, ...]:
+        """Wait for the ranks; what they wrote. Raises DiskFull, or as `WorkerGroup.wait`."""
+        return self.model._shards(self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +224,22 @@ class TrainedModels:
 
     def save(self, folder: Path) -> tuple[ShardFile, ...]:
         """Write every model under a checkpoint's temporary folder."""
-        parts = [self.policy.save(folder)]
-        if self.critic is not None:
-            parts.append(self.critic.save(folder, CRITIC_PREFIX))
-        if self.reference is not None:
-            parts.append(self.reference.save(folder, REFERENCE_PREFIX))
-        if self.average is not None:
-            parts.append(self.average.save(folder, AVERAGE_PREFIX))
+        parts = [model.save(folder, prefix) for model, prefix in self._by_prefix()]
         return tuple(shard for part in parts for shard in part)
+
+    def begin_save(self, folder: Path) -> tuple[PendingSave, ...]:
+        """As `save`, but returns when every model is copied."""
+        return tuple(model.begin_save(folder, prefix) for model, prefix in self._by_prefix())
+
+    def _by_prefix(self) -> list[tuple[Policy, str]]:
+        """The models, with what stands before the names of their folders in a checkpoint."""
+        given = (
+            (self.policy, ""),
+            (self.critic, CRITIC_PREFIX),
+            (self.reference, REFERENCE_PREFIX),
+            (self.average, AVERAGE_PREFIX),
+        )
+        return [(model, prefix) for model, prefix in given if model is not None]
 
     def load(self, folder: Path, updates: Mapping[str, int]) -> None:
         """Load every model and its optimizer state; `updates`: optimizer steps made, by model."""

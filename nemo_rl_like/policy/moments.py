@@ -28,18 +28,22 @@ class GatheredState(Mapping[str, Tensor]):
         self._experts = {name for parameter, name in names.items() if not getattr(parameter, "allreduce", True)}
         self._owned: dict[str, tuple[Tensor, int, int]] = {}
         for owned, states in optimizer.slices():
-            state = owned.main.data if kind == MASTER else states.get(kind, torch.zeros_like(owned.main.data))
+            state = owned.main.data if kind == MASTER else states.get(kind)
+            if state is None:  # before the first step
+                state = torch.zeros_like(owned.main.data)
             self._owned[names[owned.parameter]] = (state, owned.start, owned.end)
 
     def __getitem__(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+        shape, sharers = self._shapes[name], self._sharers(name)
+        if sharers.size() == 1 and name in self._owned:
+            return self._owned[name][0].view(shape)
         device = torch.device("cpu") if not self._owned else next(iter(self._owned.values()))[0].device
         full = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
         if name in self._owned:
             state, start, end = self._owned[name]
             full[start:end] = state.view(-1)
         bits = full.view(torch.int32)
-        dist.all_reduce(bits, group=self._sharers(name))
+        dist.all_reduce(bits, group=sharers)
         return full.view(shape)
 
     def _sharers(self, name: str) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,11 +30,12 @@ from nemo_rl_like.model.lora import add_adapters
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
+from nemo_rl_like.policy.background import BackgroundSave, Copies
 from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.share import from_last_stages
-from nemo_rl_like.policy.store import PolicyStore
+from nemo_rl_like.policy.store import PolicyStore, write_section
 from nemo_rl_like.policy.top import TopK, top_of_batch
 from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import PolicySpec
@@ -159,6 +161,7 @@ class PolicyRank:
         self._ddp: PolicyDdp | None = None
         self._optimizer: PolicyOptimizer | None = None
         self._store = PolicyStore(self.model, self.config, Path(folder), lora)
+        self._background = BackgroundSave()
         self._sender = SharedMemorySender()
 
     # -- training
@@ -405,11 +408,28 @@ class PolicyRank:
         self._sender.close()
 
     def save(self, folder: str, prefix: str = "") -> tuple[ShardFile, ...]:
-        """Write `weights` (a Hugging Face folder) and, in training, `optimizer` under `folder`, with `prefix` before their names.
-
-        Rank 0 returns the shards.
+        """Write this rank's share of `weights` (together a Hugging Face folder) and, in training, of `optimizer` under `folder`, with
+        `prefix` before their names; returns its shards.
         """
         return self._store.save(Path(folder), self._optimizer, prefix)
+
+    def begin_save(self, folder: str, prefix: str = "") -> None:
+        """As `save`, but returns when this rank's share is copied; `saved` says when the copies are written."""
+        self._background.begin(
+            self._store.sections(self._optimizer, prefix), partial(self._write_copies, Path(folder), prefix)
+        )
+
+    def _write_copies(self, folder: Path, prefix: str, copies: Copies) -> tuple[ShardFile, ...]:
+        self._store.write_beside(folder, self._optimizer, prefix)
+        return tuple(shard for section, shares in copies.items() for shard in write_section(folder, section, shares))
+
+    async def saved(self) -> tuple[ShardFile, ...]:
+        """This rank's shards of the save that began last, once they are on the disk. Not collective; other calls may run meanwhile."""
+        return await asyncio.wrap_future(self._background.written())
+
+    def close(self) -> None:
+        """Wait for a save that is being written."""
+        self._background.close()
 
     def load(self, folder: str, updates: int | None, prefix: str = "") -> None:
         """Load `weights` of a checkpoint; with `updates`, also the optimizer state after that many steps."""

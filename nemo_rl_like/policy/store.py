@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import AdapterMap, MergedWeights
-from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.model.weight_map import Packed, WeightMap
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.spec.policy import LoraSpec
@@ -29,7 +30,7 @@ OPTIMIZER = "optimizer.json"
 
 
 class PolicyStore:
-    """Reads and writes one rank's model; every method is collective, rank 0 of the world writes."""
+    """Reads and writes one rank's model; every method is collective, and every rank writes its share."""
 
     def __init__(self, model: MegatronModel, config: ModelConfig, source: Path, lora: LoraSpec | None = None) -> None:
         """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `lora`: the model's adapters."""
@@ -42,47 +43,50 @@ class PolicyStore:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
     def save(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> tuple[ShardFile, ...]:
-        """Write `weights` (with config and tokenizer: a whole Hugging Face folder) and `optimizer` under `folder`, both with
-        `prefix` before their names; returns the shards.
+        """Write this rank's share of `sections` under `folder`, and on rank 0 what stands beside the tensors; returns its shards."""
+        self.write_beside(folder, optimizer, prefix)
+        return tuple(
+            shard
+            for section, shares in self.sections(optimizer, prefix)
+            for shard in write_section(folder, section, shares)
+        )
 
-        Only rank 0 writes and returns any.
+    def sections(self, optimizer: PolicyOptimizer | None, prefix: str = "") -> Iterator[tuple[str, Iterator[Packed]]]:
+        """This rank's share of a checkpoint: tensors of `weights`, `adapter` and `optimizer`, with `prefix` before those names.
+
+        Every rank must run each to its end, in order.
         """
-        files = self._write(folder, f"{prefix}weights", self.weights())
-        if dist.get_rank() == 0:
-            copy_side_files(self._source, folder / f"{prefix}weights")
-            if self._config.score_head:
-                _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
+        yield f"{prefix}weights", self._map.iter_shares(self._model, self._merged())
         if self._lora is not None:
-            files += self._write(folder, f"{prefix}{ADAPTER}", self.trained.iter_hf(self._model))
-            if dist.get_rank() == 0:
-                write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
+            yield f"{prefix}{ADAPTER}", self.trained.iter_shares(self._model)
         if optimizer is not None:
-            files += self._write(folder, f"{prefix}optimizer", self._moments(optimizer))
-            if dist.get_rank() == 0:
-                kind = json.dumps({"kind": optimizer.kind}) + "\n"
-                (folder / f"{prefix}optimizer" / OPTIMIZER).write_text(kind, encoding="utf-8")
-        return files
+            yield f"{prefix}optimizer", self._state(optimizer)
+
+    def write_beside(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> None:
+        """On rank 0 write what makes `weights` a whole Hugging Face folder, and what describes adapters and the optimizer."""
+        if dist.get_rank() != 0:
+            return
+        copy_side_files(self._source, folder / f"{prefix}weights")
+        if self._config.score_head:
+            _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
+        if self._lora is not None:
+            write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
+        if optimizer is not None:
+            kind = json.dumps({"kind": optimizer.kind}) + "\n"
+            (folder / f"{prefix}optimizer" / OPTIMIZER).write_text(kind, encoding="utf-8")
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every weight by Hugging Face name, adapters merged, whole on rank 0 and None elsewhere; every rank must run it to its end."""
-        return self._map.iter_hf(self._model, None if self._lora is None else MergedWeights(self._model))
+        return self._map.iter_hf(self._model, self._merged())
 
-    def _write(self, folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]) -> tuple[ShardFile, ...]:
-        if dist.get_rank() != 0:
-            for _ in tensors:
-                pass
-            return ()
-        writer = section_writer(folder, section)
-        for name, tensor in tensors:
-            if tensor is not None:
-                writer.add(name, tensor)
-        return writer.close()
+    def _merged(self) -> MergedWeights | None:
+        return None if self._lora is None else MergedWeights(self._model)
 
-    def _moments(self, optimizer: PolicyOptimizer) -> Iterator[tuple[str, Tensor | None]]:
+    def _state(self, optimizer: PolicyOptimizer) -> Iterator[Packed]:
         for kind in optimizer.kinds:
             state = GatheredState(optimizer, self._names, kind)
-            for name, tensor in self._with_state(optimizer, kind).iter_hf(self._model, state):
-                yield f"{kind}/{name}", tensor
+            for share in self._with_state(optimizer, kind).iter_shares(self._model, state):
+                yield replace(share, names=tuple(f"{kind}/{name}" for name in share.names))
 
     def _with_state(self, optimizer: PolicyOptimizer, kind: str) -> WeightMap:
         """The map of the parameters that have this kind of state."""
@@ -106,6 +110,15 @@ class PolicyStore:
         }
         put_state(optimizer, self._names, kinds)
         optimizer.restore(updates)
+
+
+def write_section(folder: Path, section: str, shares: Iterable[Packed]) -> tuple[ShardFile, ...]:
+    """Write this rank's share of a section; returns the shards. Raises DiskFull."""
+    with section_writer(folder, section, dist.get_rank()) as writer:
+        for share in shares:
+            for name, tensor in share.tensors():
+                writer.add(name, tensor)
+    return tuple(writer.files)
 
 
 def _require_kind(folder: Path, kind: str) -> None:

@@ -23,6 +23,8 @@ class CheckpointSpec(Spec):
 
     every_steps: NonNegativeInt = 0
     """Save every this many steps; 0 = only at the end of a stage (and on a signal)."""
+    asynchronous: bool = False
+    """Train on while a checkpoint is written: a step waits only until its tensors are copied to host memory, which must hold them once more."""
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0

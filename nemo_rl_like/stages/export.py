@@ -14,8 +14,9 @@ from nemo_rl_like.artifacts.errors import InputError, OutputFolderError
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, ServingBundle
 from nemo_rl_like.checkpoint.layout import ADAPTER
-from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer, write_hf_folder
+from nemo_rl_like.checkpoint.shards import disk_full_named
+from nemo_rl_like.model.hf_copy import copy_weights
+from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer
 from nemo_rl_like.policy.store import copy_side_files
 from nemo_rl_like.spec.evaluate import ExportStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -64,10 +65,8 @@ def write_export(source: Path, target: Path, shard_gib: float) -> None:
     Raises OutputFolderError if `target` exists and is not an empty folder, InputError for damaged weights.
     """
     with _whole(target) as partial:
-        with SafetensorsReader(source) as reader:
-            write_hf_folder(
-                partial, ModelConfig.from_hf_folder(source), _tensors(reader), None, shard_bytes=int(shard_gib * _GIB)
-            )
+        with disk_full_named(partial, "the export"):
+            copy_weights(source, partial, int(shard_gib * _GIB))
         copy_side_files(source, partial)  # its own config.json, with the special tokens' ids
 
 
@@ -96,7 +95,11 @@ def _whole(target: Path) -> Iterator[Path]:
     partial = target.with_name(f".tmp-{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if target.exists():
         target.rmdir()
     partial.rename(target)

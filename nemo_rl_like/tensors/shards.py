@@ -21,7 +21,8 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 """Hugging Face's name of the file that says which shard holds which tensor."""
-_CHUNK = 1 << 23
+CHUNK = 1 << 23
+"""Bytes read, hashed or written at once."""
 _ALIGN = 8
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -116,13 +117,13 @@ def write_shard(
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     with (folder / path).open("wb") as file:
-        out = _HashedFile(file)
-        out.write(_header(tensors))
+        out = HashedFile(file)
+        out.write(header_of((name, DTYPES[t.dtype], tuple(t.shape), t.nbytes) for name, t in tensors.items()))
         written = 0
         for tensor in tensors.values():
             raw = tensor.reshape(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(raw), _CHUNK):
-                piece = raw[start : start + _CHUNK]
+            for start in range(0, len(raw), CHUNK):
+                piece = raw[start : start + CHUNK]
                 out.write(piece)
                 written += len(piece)
                 if halfway is not None and 2 * written >= total:
@@ -152,23 +153,26 @@ def index_json(shards: Iterable[ShardFile]) -> bytes:
     return (json.dumps(index, indent=1) + "\n").encode()
 
 
-class _HashedFile:
+class HashedFile:
+    """A file that is hashed as it is written."""
+
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.size = file, hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> None:
+        """Append `data`. Raises OSError."""
         self._file.write(data)
         self.digest.update(data)
         self.size += len(data)
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """What stands before the tensors' bytes: (name, type as safetensors names it, shape, bytes) of each, in file order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, tensor in tensors.items():
-        end = start + tensor.nbytes
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
+    for name, dtype, shape, size in tensors:
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
+        start += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = text.ljust(math.ceil(len(text) / _ALIGN) * _ALIGN)
     return len(padded).to_bytes(8, "little") + padded

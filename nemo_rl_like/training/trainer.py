@@ -13,11 +13,10 @@ from nemo_rl_like.artifacts.errors import StoppedBySignal
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.reader import CheckpointReader
-from nemo_rl_like.checkpoint.retention import retain
-from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.policy.client import TrainedModels
 from nemo_rl_like.spec.stage import CheckpointSpec
 from nemo_rl_like.training.recipe import Recipe, StepReport
+from nemo_rl_like.training.saver import Saver
 from nemo_rl_like.training.signals import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -75,6 +74,10 @@ class Trainer:
     recorder: Recorder
     screen: Screen
     _latest: Mapping[str, float] = field(default_factory=dict)
+    _saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saver = Saver(self._root, self.identity, self.models, self.spec)
 
     def fit(self) -> Path:
         """Train from the newest valid checkpoint, or from the start; returns the final checkpoint's folder.
@@ -92,6 +95,10 @@ class Trainer:
                 self.screen.begin(done, total)
                 for step in range(done + 1, total + 1):
                     last = self._step(step, stop) or last
+                self._saver.finish()
+            except Exception:
+                self._saver.salvage()
+                raise
             finally:
                 self.screen.end()
         return last
@@ -105,9 +112,11 @@ class Trainer:
         report = self.recipe.step(step)
         timed = {**report.metrics, "timing/step": time.perf_counter() - began}
         self._record(step, StepReport(timed, report.samples))
+        self._saver.poll()
         due = self.spec.every_steps and step % self.spec.every_steps == 0
         saved = self._save(step) if due or step == self.recipe.total_steps or stop.received else None
         if stop.received and step < self.recipe.total_steps:
+            self._saver.finish()
             raise StoppedBySignal(
                 f"{stop.received}: saved {saved} and stopped after step {step} of {self.recipe.total_steps}; "
                 "run the same command with --resume to go on"
@@ -127,12 +136,7 @@ class Trainer:
             "recipe": self.recipe.state(),
             "recorder": self.recorder.position(),
         }
-        with CheckpointWriter(self._root, step, self.identity, self.models.sections) as writer:
-            shards = self.models.save(writer.begin())
-            folder = writer.commit(state, shards, score=self._latest.get(self.spec.best_metric))
-        retain(self._root, keep_last=self.spec.keep_last, keep_best=self.spec.keep_best)
-        logger.info("saved %s", folder)
-        return folder
+        return self._saver.save(step, state, self._latest.get(self.spec.best_metric))
 
     def _resume(self) -> int:
         """Take up the newest valid checkpoint; returns its step, 0 when there is none."""

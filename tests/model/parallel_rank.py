@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader, write_weights
+from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader, write_weights
 from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
 from nemo_rl_like.model.router import RouterWatch
@@ -165,6 +166,7 @@ class _Rank:
             if logits is not None and parallel_state.get_data_parallel_rank() == 0:
                 self.tensors[f"{case}/logits"] = torch.cat(logits)
             self.facts[f"{case}/round_trip"] = round_trip_equal(weight_map, model, reader)
+            self.facts[f"{case}/shares"] = self._shares_are_whole(layout, model, weight_map, reader)
         for kind, budget in runs(family):
             self._train(f"{case}/{kind}{budget}", model, weight_map, kind, budget)
         if family == BALANCED:
@@ -174,6 +176,24 @@ class _Rank:
                 again = build_model(config, layout, torch.float32, weights=reader, recompute=RecomputeSpec())
             self._train(f"{case}/recomputed", again, weight_map, KINDS[-1], 12, ROUTER)
         self.facts[f"{case}/moments"] = self._moments_return(case.replace("/", "-"), model, weight_map)
+
+    def _shares_are_whole(
+        self, layout: LayoutSpec, model: MegatronModel, weight_map: WeightMap, reader: TensorReader
+    ) -> bool:
+        """Whether every tensor is in one rank's share, as it is in the file, and no share of a dense stage is far larger than another."""
+        mine = {n: tensor.clone() for share in weight_map.iter_shares(model) for n, tensor in share.tensors()}
+        sizes = {name: tensor.numel() for name, tensor in mine.items()}
+        shares: list[dict[str, int]] = [{}] * WORLD
+        dist.all_gather_object(shares, sizes)
+        names = sorted(name for share in shares for name in share)
+        whole = names == sorted(weight_map.hf_shapes()) and all(
+            torch.equal(reader.get(name), mine[name]) for name in mine
+        )
+        if layout.pp > 1 or model.watch is not None:
+            return whole
+        sums = [sum(share.values()) for share in shares]
+        largest = max(sum(math.prod(shape) for shape in entry.shapes) for entry in weight_map.entries)
+        return whole and max(sums) - min(sums) <= largest
 
     def scratch_model(self, folder: Path, layout: LayoutSpec) -> None:
         """A model from a seed, exported."""

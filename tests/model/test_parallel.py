@@ -95,6 +95,11 @@ def test_round_trip_is_bit_equal_in_every_layout(four_ranks: Results, family: st
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
+def test_every_tensor_is_in_one_share_and_shares_are_even(four_ranks: Results, family: str, layout: str) -> None:
+    assert all(four_ranks.facts[f"{family}/{layout}/shares/rank{rank}"] for rank in range(WORLD))
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_moments_gathered_and_scattered_come_back_bit_equal(four_ranks: Results, family: str, layout: str) -> None:
     assert all(four_ranks.facts[f"{family}/{layout}/moments/rank{rank}"] for rank in range(WORLD))
 

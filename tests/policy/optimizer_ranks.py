@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
 from nemo_rl_like.artifacts.errors import NrlError
-from nemo_rl_like.checkpoint.layout import ModelIdentity
-from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec
+from tests.policy.ranks import save_checkpoint, state_of
 from tests.policy.test_laws import make_batch
 
 Tensors = dict[str, torch.Tensor]
@@ -63,7 +61,7 @@ def weights(this: PolicyRank) -> Tensors:
 
 def state(this: PolicyRank) -> Tensors:
     """A copy of the optimizer's state by kind and name."""
-    return {n: t.clone() for n, t in this._store._moments(this._training()[1]) if t is not None}
+    return state_of(this)
 
 
 def trained(rank: int, world: int, port: int, cases: list[Case], steps: int) -> list[tuple[Tensors, Any]]:
@@ -106,12 +104,7 @@ def saved(rank: int, world: int, port: int, cases: list[Case], roots: list[Path]
     for case, root in zip(cases, roots, strict=True):
         this = member(rank, world, port, case)
         train(this, AFTER)
-        if dist.get_rank() == 0:
-            with CheckpointWriter(root, AFTER, ModelIdentity("tiny", "tiny")) as writer:
-                writer.commit({}, this.save(str(writer.begin())))
-        else:
-            this.save("only rank 0 writes")
-        dist.barrier()
+        save_checkpoint(this, root, AFTER)
         then = state(this)
         train(this, AFTER)
         found.append((then, weights(this)))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from nemo_rl_like.checkpoint.layout import SECTIONS, ModelIdentity
+from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
+from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.policy import LayoutSpec
 
 
@@ -55,6 +59,31 @@ def _entry(
     except BaseException:
         error.write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise
+
+
+def save_checkpoint(
+    member: PolicyRank, root: Path, step: int, sections: Sequence[str] = SECTIONS, prefix: str = ""
+) -> Path:
+    """As a run does it: rank 0 begins and commits, every rank writes its share."""
+    writer = CheckpointWriter(root, step, ModelIdentity("tiny", "tiny"), sections)
+    told: list[Any] = [writer.begin() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, member.save(str(told[0]), prefix))
+    if dist.get_rank() == 0:
+        with writer:
+            writer.commit({}, [shard for part in parts for shard in part])
+    dist.barrier()
+    return root / f"step_{step}"
+
+
+def state_of(member: PolicyRank) -> dict[str, torch.Tensor]:
+    """The optimizer's whole state by `kind/name`, on every rank."""
+    shares = member._store._state(member._training()[1])
+    mine = {name: tensor.clone() for share in shares for name, tensor in share.tensors()}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def context_of(layout: LayoutSpec, rank: int, world: int, port: int) -> RankContext:

@@ -14,8 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
-from nemo_rl_like.checkpoint.layout import ModelIdentity
-from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.policy.gap import GapExceeded, GapLimit
 from nemo_rl_like.policy.rank import NonFinite, PolicyRank, Walk
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
@@ -24,7 +22,7 @@ from nemo_rl_like.spec.optimizer import AdamWOptimizer, OptimizerSpec
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.training.step_service import minibatches
-from tests.policy.ranks import context_of
+from tests.policy.ranks import context_of, save_checkpoint
 from tests.policy.test_laws import TEMPERATURE, make_batch
 
 PLAIN = AdamWOptimizer(lr=1e-2, eps=1e-4, clip_grad=1.0)
@@ -199,11 +197,7 @@ def saved(rank: int, world: int, port: int, folder: Path, root: Path) -> dict[st
     """Train at tp=2, save, and go on; then load at pp=2 and dp=2 and go on there."""
     first = member(rank, world, port, folder, PolicySpec(layout=LayoutSpec(tp=2)), DECAYED)
     train_two(first)
-    if rank == 0:
-        with CheckpointWriter(root, 2, ModelIdentity("tiny", "tiny")) as writer:
-            writer.commit({}, first.save(writer.begin()))
-    else:
-        first.save("only rank 0 writes")
+    save_checkpoint(first, root, 2)
     losses = {"tp=2": train_two(first)}
     for name, layout in (("pp=2", LayoutSpec(pp=2)), ("dp=2", LayoutSpec(dp=2))):
         losses[name] = loaded(rank, world, port, folder, root, layout)

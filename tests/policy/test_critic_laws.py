@@ -11,13 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from nemo_rl_like.algorithms.value_losses import ValueLoss
-from nemo_rl_like.checkpoint.layout import ModelIdentity
-from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch, with_ends
-from tests.policy.ranks import context_of, run_ranks
+from tests.policy.ranks import context_of, run_ranks, save_checkpoint, state_of
 from tests.policy.test_laws import BETA1, VOCAB, make_batch, make_folder
 
 CLIP = 0.2
@@ -76,7 +74,7 @@ def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicyS
         values = critic._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs
         critic.start_training(AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
         metrics = critic.train_step(batch, None, ValueLoss(CLIP))
-        moments = dict(critic._store._moments(critic._training()[1]))
+        moments = state_of(critic)
         gradients = {
             name.removeprefix("exp_avg/"): value / (1 - BETA1)
             for name, value in moments.items()
@@ -117,13 +115,7 @@ def fresh(rank: int, world: int, port: int, folder: Path, target: Path) -> dict[
     for _ in range(2):
         critic.train_step(batch, None, ValueLoss(None))
     after = critic._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs
-    if rank == 0:
-        with CheckpointWriter(
-            target, 2, ModelIdentity("tiny", "tiny"), ("critic-weights", "critic-optimizer")
-        ) as writer:
-            writer.commit({}, critic.save(str(writer.begin()), "critic-"))
-    else:
-        critic.save("only rank 0 writes", "critic-")
+    save_checkpoint(critic, target, 2, ("critic-weights", "critic-optimizer"), "critic-")
     return {"before": before, "after": after}
 
 

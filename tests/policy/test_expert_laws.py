@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.algorithms.policy_gradient import PolicyGradient
-from nemo_rl_like.checkpoint.layout import ModelIdentity
-from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.algorithm import AlgorithmSpec
@@ -19,7 +17,7 @@ from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, RecomputeSpec, RouterSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.model import tiny
-from tests.policy.ranks import context_of, run_ranks
+from tests.policy.ranks import context_of, run_ranks, save_checkpoint
 
 pytestmark = pytest.mark.timeout(400)
 OBJECTIVE = PolicyGradient(AlgorithmSpec())
@@ -77,19 +75,10 @@ def _steps(
     member = started()
     metrics = run(member)
     after = weights(member)
-    _save(member, rank, scratch / name)
-    torch.distributed.barrier()
+    save_checkpoint(member, scratch / name, STEPS)
     again = started()
     again.load(str(scratch / resumed / f"step_{STEPS}"), STEPS)
     return {"metrics": metrics, "weights": after, "more": run(again), "more_weights": weights(again)}
-
-
-def _save(member: PolicyRank, rank: int, root: Path) -> None:
-    if rank == 0:
-        with CheckpointWriter(root, STEPS, ModelIdentity("tiny", "tiny")) as writer:
-            writer.commit({}, member.save(str(writer.begin())))
-    else:
-        member.save("only rank 0 writes")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.policy_losses import SequenceMeanTokenMean
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
-from tests.policy.ranks import context_of, run_ranks
+from tests.policy.ranks import context_of, run_ranks, state_of
 from tests.tiny_folders import save_llama
 
 VOCAB = 97
@@ -110,7 +110,7 @@ def step(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, ord
     flat = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False).logprobs
     member.start_training(AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
     metrics = member.train_step(batch, None, OBJECTIVE, TEMPERATURE)
-    moments = dict(member._store._moments(member._training()[1]))
+    moments = state_of(member)
     gradients = {
         name.removeprefix("exp_avg/"): value / (1 - BETA1)
         for name, value in moments.items()

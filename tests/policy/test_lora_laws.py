@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from nemo_rl_like.algorithms.objectives import CrossEntropy
-from nemo_rl_like.checkpoint.layout import ADAPTER, ModelIdentity
-from nemo_rl_like.checkpoint.writer import CheckpointWriter
+from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.model.lora import adapters_off
 from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
-from tests.policy.ranks import context_of, run_ranks
+from tests.policy.ranks import context_of, run_ranks, save_checkpoint, state_of
 from tests.policy.test_laws import BETA1, make_batch, make_folder
 
 ALL = LoraSpec(rank=4, alpha=6.0)
@@ -87,13 +85,7 @@ def tensors(of: Any) -> dict[str, torch.Tensor]:
 
 def saved(this: PolicyRank, root: Path) -> Path:
     """A whole checkpoint of what it holds after one step."""
-    if dist.get_rank() == 0:
-        with CheckpointWriter(root, 1, ModelIdentity("tiny", "tiny"), SECTIONS) as writer:
-            writer.commit({}, this.save(str(writer.begin())))
-    else:
-        this.save("only rank 0 writes")
-    dist.barrier()
-    return root / "step_1"
+    return save_checkpoint(this, root, 1, SECTIONS)
 
 
 def steps(rank: int, world: int, port: int, folders: Folders, policies: list[PolicySpec]) -> list[dict[str, Any]]:
@@ -110,7 +102,7 @@ def steps(rank: int, world: int, port: int, folders: Folders, policies: list[Pol
             found["base again"] = log_probs(this, batch)
         found |= {"log-probs": log_probs(this, batch), "merged": tensors(this._store.weights())}
         found["metrics"] = this.train_step(batch, None, CrossEntropy())
-        moments = tensors(this._store._moments(this._training()[1]))
+        moments = state_of(this)
         found["gradients"] = {
             k.removeprefix("exp_avg/"): v / (1 - BETA1) for k, v in moments.items() if k.startswith("exp_avg/")
         }

@@ -20,7 +20,7 @@ from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.reward_model import PairwiseReward
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
 from tests.policy.preference_ranks import RENDERER, VOCAB, sums
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import run_ranks, state_of
 from tests.policy.test_critic_laws import BETA1, member, save_classifier
 from tests.tiny_folders import save_llama
 
@@ -45,7 +45,7 @@ def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicyS
 
 def gradients_of(model: PolicyRank) -> dict[str, torch.Tensor]:
     """By Hugging Face name, from the first moment after one step."""
-    moments = dict(model._store._moments(model._training()[1]))
+    moments = state_of(model)
     firsts = {n.removeprefix("exp_avg/"): v for n, v in moments.items() if v is not None and n.startswith("exp_avg/")}
     return {name: value / (1 - BETA1) for name, value in firsts.items()}
 

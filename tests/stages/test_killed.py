@@ -101,11 +101,18 @@ def test_killed_at_a_named_point_is_never_killed(folder: Path, unharmed: tuple[O
     survive_fault(folder, fault, unharmed[0])
 
 
-def survive_fault(folder: Path, fault: str, want: Outcome) -> None:
+@pytest.mark.parametrize("fault", ["checkpoint.mid_shard:2", "checkpoint.before_manifest:2"])
+def test_killed_while_a_save_is_written_in_the_background_is_never_killed(
+    folder: Path, unharmed: tuple[Outcome, float], fault: str
+) -> None:
+    survive_fault(folder, fault, unharmed[0], "stages.rl.checkpoint.asynchronous=true")
+
+
+def survive_fault(folder: Path, fault: str, want: Outcome, *overrides: str) -> None:
     """The process that arrives at the point kills itself; the run ends with an error that names it, and is resumed."""
-    name = fault.replace(":", "-").replace(".", "-")
+    name = "-".join([fault.replace(":", "-").replace(".", "-"), *(o.rpartition(".")[2] for o in overrides)])
     output = folder / name
-    arguments = ["run", str(write_spec(folder, output))]
+    arguments = ["run", str(write_spec(folder, output)), *overrides]
     code = finish(arguments, folder / f"{name}.log", fault=fault)
     assert code in (1, -9), (folder / f"{name}.log").read_text()[-2000:]
     run_id = run_id_of(output)
