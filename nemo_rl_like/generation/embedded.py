@@ -19,6 +19,7 @@ from nemo_rl_like.generation.sampler import draw, seeds_tensor, uniforms
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
 from nemo_rl_like.model.decode import Decoder, SamplingDecoder
 from nemo_rl_like.model.forward import MegatronModel, whole_sequences
+from nemo_rl_like.model.lora import lengths_held
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
@@ -133,6 +134,7 @@ class EmbeddedEngine:
         with ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(whole_sequences(model))
+                stack.enter_context(lengths_held(model))
             yield
 
     def _check(self, name: str, prompt: Sequence[int]) -> None:

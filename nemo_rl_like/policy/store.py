@@ -148,6 +148,7 @@ def write_adapter_config(file: Path, lora: LoraSpec, base: Path) -> None:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": list(lora.targets),
         "lora_dropout": 0.0,
         "bias": "none",

@@ -122,6 +122,8 @@ class LoraSpec(Spec):
     """The product B A is multiplied by alpha / rank."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so that large ranks learn as fast (Kalajdzievski 2023, arXiv 2312.03732)."""
+    dora: bool = False
+    """Learn the length of each row of the adapted weights apart from its direction (DoRA, Liu et al. 2024, arXiv 2402.09353)."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
     """Projections that have an adapter, in every layer."""
 

@@ -25,6 +25,7 @@ from tests.policy.test_laws import BETA1, make_batch, make_folder
 
 ALL = LoraSpec(rank=4, alpha=6.0)
 SOME = LoraSpec(rank=3, alpha=2.0, rslora=True, targets=("v_proj", "q_proj", "up_proj", "down_proj"))
+DORA = LoraSpec(rank=3, alpha=4.0, dora=True, targets=("v_proj", "q_proj", "o_proj", "up_proj", "down_proj"))
 SECTIONS = ("weights", ADAPTER, "optimizer")
 KINDS = ("shared_prefix", "packed", "padded")
 LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2))
@@ -48,13 +49,14 @@ def make(root: Path, lora: LoraSpec) -> Folders:
     """Random adapters, B among them, written by PEFT."""
     base = make_folder(root / "base")
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, use_dora=lora.dora, target_modules=list(lora.targets), task_type="CAUSAL_LM"
     )  # fmt: skip
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     torch.manual_seed(4)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
+            drawn = torch.empty_like(parameter).normal_(std=0.2)
+            parameter.data = parameter + drawn if "magnitude" in name else drawn
     model.save_pretrained(root / "peft")
     (root / "checkpoint" / ADAPTER).mkdir(parents=True)
     save_file(
@@ -63,7 +65,7 @@ def make(root: Path, lora: LoraSpec) -> Folders:
     return Folders(base, root / "peft", root / "checkpoint")
 
 
-@pytest.fixture(scope="module", params=[ALL, SOME], ids=["all", "some"])
+@pytest.fixture(scope="module", params=[ALL, SOME, DORA], ids=["all", "some", "dora"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Folders, LoraSpec]:
     return make(tmp_path_factory.mktemp("lora"), request.param), request.param
 
@@ -129,6 +131,7 @@ def by_peft(folders: Folders, batch: TokenBatch) -> tuple[torch.Tensor, float, d
                 total = total - table[t - 1, ids[t]] / count
     total.backward()
     named = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    named = {n.replace("magnitude_vector.weight", "magnitude_vector"): g for n, g in named.items()}  # its name in files
     return flat, float(total.detach()), named
 
 
