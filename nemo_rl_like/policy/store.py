@@ -47,36 +47,24 @@ class PolicyStore:
 
         Only rank 0 writes and returns any.
         """
-        files = self._write(folder, f"{prefix}weights", self.weights())
+        files = write_section(folder, f"{prefix}weights", self.weights())
         if dist.get_rank() == 0:
             copy_side_files(self._source, folder / f"{prefix}weights")
             if self._config.score_head:
                 _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
         if self._lora is not None:
-            files += self._write(folder, f"{prefix}{ADAPTER}", self.trained.iter_hf(self._model))
+            files += write_section(folder, f"{prefix}{ADAPTER}", self.trained.iter_hf(self._model))
             if dist.get_rank() == 0:
                 write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
         if optimizer is not None:
-            files += self._write(folder, f"{prefix}optimizer", self._moments(optimizer))
+            files += write_section(folder, f"{prefix}optimizer", self._moments(optimizer))
             if dist.get_rank() == 0:
-                kind = json.dumps({"kind": optimizer.kind}) + "\n"
-                (folder / f"{prefix}optimizer" / OPTIMIZER).write_text(kind, encoding="utf-8")
+                write_kind(folder / f"{prefix}optimizer", optimizer.kind)
         return files
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every weight by Hugging Face name, adapters merged, whole on rank 0 and None elsewhere; every rank must run it to its end."""
         return self._map.iter_hf(self._model, None if self._lora is None else MergedWeights(self._model))
-
-    def _write(self, folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]) -> tuple[ShardFile, ...]:
-        if dist.get_rank() != 0:
-            for _ in tensors:
-                pass
-            return ()
-        writer = section_writer(folder, section)
-        for name, tensor in tensors:
-            if tensor is not None:
-                writer.add(name, tensor)
-        return writer.close()
 
     def _moments(self, optimizer: PolicyOptimizer) -> Iterator[tuple[str, Tensor | None]]:
         for kind in optimizer.kinds:
@@ -98,7 +86,7 @@ class PolicyStore:
 
         Raises InputError for the state of another kind of optimizer.
         """
-        _require_kind(folder, optimizer.kind)
+        require_kind(folder, optimizer.kind)
         reader = SafetensorsReader(folder)
         kinds = {
             kind: self._with_state(optimizer, kind).scatter_hf(self._model, PrefixedReader(reader, kind))
@@ -108,7 +96,25 @@ class PolicyStore:
         optimizer.restore(updates)
 
 
-def _require_kind(folder: Path, kind: str) -> None:
+def write_section(folder: Path, section: str, tensors: Iterator[tuple[str, Tensor | None]]) -> tuple[ShardFile, ...]:
+    """Run the collective `tensors` to its end; rank 0 writes them as a section of the checkpoint under `folder` and returns its shards."""
+    if dist.get_rank() != 0:
+        for _ in tensors:
+            pass
+        return ()
+    writer = section_writer(folder, section)
+    for name, tensor in tensors:
+        if tensor is not None:
+            writer.add(name, tensor)
+    return writer.close()
+
+
+def write_kind(folder: Path, kind: str) -> None:
+    """Say beside the optimizer's state what kind of optimizer it is of."""
+    (folder / OPTIMIZER).write_text(json.dumps({"kind": kind}) + "\n", encoding="utf-8")
+
+
+def require_kind(folder: Path, kind: str) -> None:
     """Raise InputError unless the folder holds the state of this optimizer; those of AdamW once said nothing."""
     file = folder / OPTIMIZER
     stored = json.loads(file.read_text(encoding="utf-8"))["kind"] if file.is_file() else "adamw"

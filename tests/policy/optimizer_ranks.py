@@ -58,12 +58,12 @@ def train(this: PolicyRank, steps: int) -> list[dict[str, float]]:
 
 def weights(this: PolicyRank) -> Tensors:
     """A copy of every trained weight by its name on disk."""
-    return {n: t.clone() for n, t in this._store.trained.iter_hf(this.model) if t is not None}
+    return {n: t.clone() for n, t in this.backend.store.trained.iter_hf(this.model) if t is not None}
 
 
 def state(this: PolicyRank) -> Tensors:
     """A copy of the optimizer's state by kind and name."""
-    return {n: t.clone() for n, t in this._store._moments(this._training()[1]) if t is not None}
+    return {n: t.clone() for n, t in this.backend.store._moments(this.backend.optimizer) if t is not None}
 
 
 def trained(rank: int, world: int, port: int, cases: list[Case], steps: int) -> list[tuple[Tensors, Any]]:

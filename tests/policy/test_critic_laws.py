@@ -76,7 +76,7 @@ def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicyS
         values = critic._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False).logprobs
         critic.start_training(AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
         metrics = critic.train_step(batch, None, ValueLoss(CLIP))
-        moments = dict(critic._store._moments(critic._training()[1]))
+        moments = dict(critic.backend.store._moments(critic.backend.optimizer))
         gradients = {
             name.removeprefix("exp_avg/"): value / (1 - BETA1)
             for name, value in moments.items()

@@ -110,7 +110,7 @@ def step(rank: int, world: int, port: int, folder: Path, policy: PolicySpec, ord
     flat = member._walk(batch, batch.trained_per_row > 0, _walk_at(TEMPERATURE), training=False).logprobs
     member.start_training(AdamWOptimizer(lr=1e-3, clip_grad=0.0, betas=(BETA1, 0.999)), 10)
     metrics = member.train_step(batch, None, OBJECTIVE, TEMPERATURE)
-    moments = dict(member._store._moments(member._training()[1]))
+    moments = dict(member.backend.store._moments(member.backend.optimizer))
     gradients = {
         name.removeprefix("exp_avg/"): value / (1 - BETA1)
         for name, value in moments.items()

@@ -45,7 +45,7 @@ def steps(rank: int, world: int, port: int, folder: Path, policies: list[PolicyS
 
 def gradients_of(model: PolicyRank) -> dict[str, torch.Tensor]:
     """By Hugging Face name, from the first moment after one step."""
-    moments = dict(model._store._moments(model._training()[1]))
+    moments = dict(model.backend.store._moments(model.backend.optimizer))
     firsts = {n.removeprefix("exp_avg/"): v for n, v in moments.items() if v is not None and n.startswith("exp_avg/")}
     return {name: value / (1 - BETA1) for name, value in firsts.items()}
 
@@ -105,7 +105,7 @@ def heads(rank: int, world: int, port: int, folder: Path) -> list[torch.Tensor]:
             model = member(
                 rank, world, port, folder, PolicySpec(), score_head=True, score_head_seed=seed, initialize=scratch
             )
-            found.append(dict(model._store.weights())["score.weight"])
+            found.append(dict(model.backend.store.weights())["score.weight"])
     return found
 
 
