@@ -82,7 +82,11 @@ class TransformersOutline:
     def require_logits(self, source: str) -> None:
         """See `Outline`."""
         named = self.to_hf_dict().get("architectures")
-        if isinstance(named, list) and named and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in named):
+        if (
+            isinstance(named, list)
+            and named
+            and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in named)
+        ):
             raise InputError(f"{source}: config.json's architectures are {named}; use a causal language model")
 
 
@@ -111,7 +115,9 @@ def _of_transformers(folder: Path, refused: InputError) -> TransformersOutline:
     sizes = {name: known[name] for name in _SIZES}
     lost = [name for name, value in sizes.items() if not isinstance(value, int)]
     if lost:
-        raise InputError(f"{file}: {', '.join(lost)} is not given; only causal language models of one text decoder are supported")
+        raise InputError(
+            f"{file}: {', '.join(lost)} is not given; only causal language models of one text decoder are supported"
+        )
     raw = {k: v for k, v in json.loads(file.read_text(encoding="utf-8")).items() if k not in _SHAPELESS}
     return TransformersOutline(
         config.model_type,

@@ -81,10 +81,10 @@ class TransformersModel(torch.nn.Module):
     def check(self, reader: TensorReader) -> None:
         """Raise InputError unless `reader` has every tensor in its shape, and nothing else but copies of tied ones."""
         needed, given = self.tensors(), set(reader.keys())
-        allowed = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
-        ignored = [re.compile(p) for p in (self.hf._keys_to_ignore_on_load_unexpected or ())]
-        harmless = lambda key: key in allowed or key.endswith("rotary_emb.inv_freq") or any(p.search(key) for p in ignored)  # noqa: E731
-        missing, extra = sorted(needed.keys() - given), sorted(k for k in given - needed.keys() if not harmless(k))
+        tied = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
+        ignored = [re.compile(p) for p in (r"rotary_emb\.inv_freq$", *self.hf._keys_to_ignore_on_load_unexpected)]
+        missing = sorted(needed.keys() - given)
+        extra = sorted(k for k in given - needed.keys() - tied if not any(p.search(k) for p in ignored))
         where = reader.source(next(iter(given))) if given else "the weights"
         if missing or extra:
             raise InputError(
@@ -113,10 +113,14 @@ def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer
         try:
             hf = AutoModelForCausalLM.from_config(settings, dtype=dtype, **more)
         except ValueError as error:
-            raise InputError(f"{folder}: transformers has no causal language model of this config.json: {error}") from error
+            raise InputError(
+                f"{folder}: transformers has no causal language model of this config.json: {error}"
+            ) from error
     hf.tie_weights()
     if hf.get_output_embeddings() is None or hf.get_output_embeddings().bias is not None:
-        raise InputError(f"{folder}: {type(hf).__name__} has no output head that is one matrix without a bias; such models are not supported")
+        raise InputError(
+            f"{folder}: {type(hf).__name__} has no output head that is one matrix without a bias; such models are not supported"
+        )
     return TransformersModel(hf.eval(), raw)
 
 

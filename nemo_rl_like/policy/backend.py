@@ -17,7 +17,6 @@ from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.top_logprobs import TopLogprobs
 from nemo_rl_like.policy.walk import Walk
 from nemo_rl_like.spec.optimizer import OptimizerSpec
-from nemo_rl_like.tensors.shards import ShardFile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -129,8 +128,12 @@ class Backend(Protocol):
         """Every weight by Hugging Face name, whole on rank 0 and None elsewhere; every rank must run it to its end."""
         ...
 
-    def save(self, folder: Path, prefix: str) -> tuple[ShardFile, ...]:
-        """Write weights and, in training, the optimizer's state under `folder`; rank 0 returns the shards."""
+    def sections(self, prefix: str) -> Iterator[tuple[str, Iterator[tuple[str, Tensor | None]]]]:
+        """What a checkpoint holds: weights and, in training, the optimizer's state; see `PolicyStore.sections`."""
+        ...
+
+    def write_beside(self, folder: Path, prefix: str) -> None:
+        """Write what stands beside the tensors of `sections`; see `PolicyStore.write_beside`."""
         ...
 
     def load(self, folder: Path, updates: int | None, prefix: str) -> None:

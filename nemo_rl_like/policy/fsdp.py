@@ -34,7 +34,6 @@ from nemo_rl_like.policy.fsdp_store import ShardedStore
 from nemo_rl_like.policy.walk import Walk, head_outputs
 from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import PolicySpec
-from nemo_rl_like.tensors.shards import ShardFile
 
 
 class FsdpBackend:
@@ -154,9 +153,13 @@ class FsdpBackend:
         """See `Backend`."""
         return self.store.weights()
 
-    def save(self, folder: Path, prefix: str) -> tuple[ShardFile, ...]:
+    def sections(self, prefix: str) -> Iterator[tuple[str, Iterator[tuple[str, Tensor | None]]]]:
         """See `Backend`."""
-        return self.store.save(folder, self._optimizer, prefix)
+        return self.store.sections(self._optimizer, prefix)
+
+    def write_beside(self, folder: Path, prefix: str) -> None:
+        """See `Backend`."""
+        self.store.write_beside(folder, self._optimizer, prefix)
 
     def load(self, folder: Path, updates: int | None, prefix: str) -> None:
         """See `Backend`."""

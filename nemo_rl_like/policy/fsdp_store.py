@@ -14,8 +14,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.transformers_model import TransformersModel
 from nemo_rl_like.policy.fsdp_optimizer import ShardedOptimizer
 from nemo_rl_like.policy.optimizer import MASTER
-from nemo_rl_like.policy.store import PrefixedReader, copy_side_files, require_kind, write_kind, write_section
-from nemo_rl_like.tensors.shards import ShardFile
+from nemo_rl_like.policy.store import PrefixedReader, copy_side_files, require_kind, write_kind
 
 
 class ShardedStore:
@@ -40,18 +39,21 @@ class ShardedStore:
             whole = _whole(tensor)
             yield name, whole.to(self._dtype) if whole is not None and whole.is_floating_point() else whole
 
-    def save(self, folder: Path, optimizer: ShardedOptimizer | None, prefix: str) -> tuple[ShardFile, ...]:
-        """See `PolicyStore.save`."""
-        section = f"{prefix}weights"
-        files = write_section(folder, section, self.weights())
-        if dist.get_rank() == 0:
-            copy_side_files(self._source, folder / section)
+    def sections(
+        self, optimizer: ShardedOptimizer | None, prefix: str
+    ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor | None]]]]:
+        """See `PolicyStore.sections`."""
+        yield f"{prefix}weights", self.weights()
         if optimizer is not None:
-            section = f"{prefix}optimizer"
-            files += write_section(folder, section, self._states(optimizer))
-            if dist.get_rank() == 0:
-                write_kind(folder / section, optimizer.kind)
-        return files
+            yield f"{prefix}optimizer", self._states(optimizer)
+
+    def write_beside(self, folder: Path, optimizer: ShardedOptimizer | None, prefix: str) -> None:
+        """See `PolicyStore.write_beside`."""
+        if dist.get_rank() != 0:
+            return
+        copy_side_files(self._source, folder / f"{prefix}weights")
+        if optimizer is not None:
+            write_kind(folder / f"{prefix}optimizer", optimizer.kind)
 
     def _states(self, optimizer: ShardedOptimizer) -> Iterator[tuple[str, Tensor | None]]:
         for kind in optimizer.kinds:

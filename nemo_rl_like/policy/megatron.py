@@ -33,7 +33,6 @@ from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.policy.walk import Walk, head_outputs
 from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import PolicySpec
-from nemo_rl_like.tensors.shards import ShardFile
 
 
 class MegatronBackend:
@@ -206,9 +205,13 @@ class MegatronBackend:
         """See `Backend`."""
         return self.store.weights()
 
-    def save(self, folder: Path, prefix: str) -> tuple[ShardFile, ...]:
+    def sections(self, prefix: str) -> Iterator[tuple[str, Iterator[tuple[str, Tensor | None]]]]:
         """See `Backend`."""
-        return self.store.save(folder, None if self._trained is None else self.optimizer, prefix)
+        return self.store.sections(None if self._trained is None else self.optimizer, prefix)
+
+    def write_beside(self, folder: Path, prefix: str) -> None:
+        """See `Backend`."""
+        self.store.write_beside(folder, None if self._trained is None else self.optimizer, prefix)
 
     def load(self, folder: Path, updates: int | None, prefix: str) -> None:
         """See `Backend`."""

@@ -23,6 +23,7 @@ from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
 from nemo_rl_like.policy.probe_rows import probe_batch
+from nemo_rl_like.policy.store import write_section
 from nemo_rl_like.policy.top import TopK, top_of_batch
 from nemo_rl_like.policy.walk import Walk, Walked
 from nemo_rl_like.spec.optimizer import OptimizerSpec
@@ -266,7 +267,10 @@ class PolicyRank:
 
         Rank 0 returns the shards.
         """
-        return self.backend.save(Path(folder), prefix)
+        sections = self.backend.sections(prefix)
+        files = [shard for section, tensors in sections for shard in write_section(Path(folder), section, tensors)]
+        self.backend.write_beside(Path(folder), prefix)
+        return tuple(files)
 
     def load(self, folder: str, updates: int | None, prefix: str = "") -> None:
         """Load `weights` of a checkpoint; with `updates`, also the optimizer state after that many steps."""

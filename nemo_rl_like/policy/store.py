@@ -41,26 +41,31 @@ class PolicyStore:
         self.trained: WeightMap = self._map if lora is None else AdapterMap(config, lora)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def save(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> tuple[ShardFile, ...]:
-        """Write `weights` (with config and tokenizer: a whole Hugging Face folder) and `optimizer` under `folder`, both with
-        `prefix` before their names; returns the shards.
+    def sections(
+        self, optimizer: PolicyOptimizer | None, prefix: str = ""
+    ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor | None]]]]:
+        """What a checkpoint holds: tensors by name, whole on rank 0, of `weights`, `adapter` and `optimizer`, with `prefix` before those
+        names.
 
-        Only rank 0 writes and returns any.
+        Every rank must run each to its end, in order.
         """
-        files = write_section(folder, f"{prefix}weights", self.weights())
-        if dist.get_rank() == 0:
-            copy_side_files(self._source, folder / f"{prefix}weights")
-            if self._config.score_head:
-                _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
+        yield f"{prefix}weights", self.weights()
         if self._lora is not None:
-            files += write_section(folder, f"{prefix}{ADAPTER}", self.trained.iter_hf(self._model))
-            if dist.get_rank() == 0:
-                write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
+            yield f"{prefix}{ADAPTER}", self.trained.iter_hf(self._model)
         if optimizer is not None:
-            files += write_section(folder, f"{prefix}optimizer", self._moments(optimizer))
-            if dist.get_rank() == 0:
-                write_kind(folder / f"{prefix}optimizer", optimizer.kind)
-        return files
+            yield f"{prefix}optimizer", self._moments(optimizer)
+
+    def write_beside(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> None:
+        """On rank 0 write what makes `weights` a whole Hugging Face folder, and what describes adapters and the optimizer."""
+        if dist.get_rank() != 0:
+            return
+        copy_side_files(self._source, folder / f"{prefix}weights")
+        if self._config.score_head:
+            _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
+        if self._lora is not None:
+            write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
+        if optimizer is not None:
+            write_kind(folder / f"{prefix}optimizer", optimizer.kind)
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every weight by Hugging Face name, adapters merged, whole on rank 0 and None elsewhere; every rank must run it to its end."""
