@@ -119,11 +119,16 @@ def _of_transformers(folder: Path, refused: InputError) -> TransformersOutline:
             f"{file}: {', '.join(lost)} is not given; only causal language models of one text decoder are supported"
         )
     raw = {k: v for k, v in json.loads(file.read_text(encoding="utf-8")).items() if k not in _SHAPELESS}
+    vocab_size, hidden_size, layers, heads, max_positions = (int(value) for value in sizes.values())
     return TransformersOutline(
-        config.model_type,
-        *(int(sizes[name]) for name in _SIZES),
-        tie_embeddings=bool(known.get("tie_word_embeddings", False)),
-        raw=json.dumps(raw),
+        str(config.model_type),
+        vocab_size,
+        hidden_size,
+        layers,
+        heads,
+        max_positions,
+        bool(known.get("tie_word_embeddings", False)),
+        json.dumps(raw),
     )
 
 

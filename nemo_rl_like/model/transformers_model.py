@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 
 from nemo_rl_like.artifacts.errors import InputError
@@ -38,6 +40,7 @@ class TransformersModel(torch.nn.Module):
         self.hf = hf
         self.windowed = is_windowed(settings)
         self.logit_scale = _logit_scale(settings)
+        self._file_names = _file_names(hf)
         self._eager = hf.config._attn_implementation == "eager"
 
     def forward(self, work: Callable[[], Tensor]) -> Tensor:
@@ -72,23 +75,34 @@ class TransformersModel(torch.nn.Module):
         logits: Tensor = self.hf(input_ids=input_ids, use_cache=False).logits
         return logits.float()
 
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters by the name that a file has for them, a tied one once."""
+        return {self._file_names[name]: parameter for name, parameter in self.hf.named_parameters()}
+
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and stored buffers by Hugging Face name, a tied one once."""
-        found: dict[str, Tensor] = dict(self.hf.named_parameters())
-        known = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
-        return found | {name: value for name, value in self.hf.state_dict().items() if name not in known}
+        """Those and the buffers that files hold."""
+        stored = {
+            self._file_names[name]: value for name, value in self.hf.state_dict().items() if name not in self._shared
+        }
+        return {**stored, **self.trained()}
+
+    @property
+    def _shared(self) -> set[str]:
+        """Further names of tied parameters."""
+        once = {name for name, _ in self.hf.named_parameters()}
+        return {name for name, _ in self.hf.named_parameters(remove_duplicate=False)} - once
 
     def check(self, reader: TensorReader) -> None:
         """Raise InputError unless `reader` has every tensor in its shape, and nothing else but copies of tied ones."""
         needed, given = self.tensors(), set(reader.keys())
-        tied = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
+        tied = {self._file_names[name] for name in self._shared}
         ignored = [re.compile(p) for p in (r"rotary_emb\.inv_freq$", *self.hf._keys_to_ignore_on_load_unexpected)]
         missing = sorted(needed.keys() - given)
         extra = sorted(k for k in given - needed.keys() - tied if not any(p.search(k) for p in ignored))
         where = reader.source(next(iter(given))) if given else "the weights"
         if missing or extra:
             raise InputError(
-                f"{where}: `policy.backend: fsdp` trains tensors under the names of {type(self.hf).__name__}, and the file has others; "
+                f"{where}: `policy.backend: fsdp` needs every tensor of {type(self.hf).__name__} under the name that transformers saves it by, and the file has others; "
                 f"missing: {missing[:5]}; without a place: {extra[:5]}. Save the model with transformers' save_pretrained; models with experts, "
                 "which transformers joins in memory, need `policy.backend: megatron`"
             )
@@ -135,7 +149,7 @@ def recompute_blocks(model: TransformersModel, recompute: RecomputeSpec | None) 
     if recompute is None:
         return
     for block in model.blocks[: recompute.layers]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def give_memory(model: TransformersModel, device: torch.device) -> None:
@@ -163,6 +177,16 @@ def _rows_of(micro_batch: MicroBatch, eager: bool, dtype: torch.dtype) -> dict[s
             mask = torch.zeros(mask.shape, dtype=dtype, device=ids.device).masked_fill_(~mask, torch.finfo(dtype).min)
         rows["attention_mask"] = mask
     return rows
+
+
+def _file_names(hf: Any) -> dict[str, str]:
+    """The name that files have for each of the model's tensors: transformers renames some where it loads and saves."""
+    renamings = [
+        transform.reverse_transform()
+        for transform in reversed(get_model_conversion_mapping(hf, add_legacy=False))
+        if isinstance(transform, WeightRenaming) and not isinstance(transform, PrefixChange)
+    ]
+    return {name: rename_source_key(name, renamings, [], reverse=True)[0] for name in hf.state_dict()}
 
 
 def _logit_scale(settings: Settings) -> float:
@@ -193,7 +217,7 @@ def _parameters_without_memory() -> Iterator[None]:
             parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -93,7 +93,7 @@ class FsdpBackend:
 
     def start_training(self, spec: OptimizerSpec, total_updates: int) -> None:
         """See `Backend`."""
-        self._optimizer = ShardedOptimizer(dict(self.model.hf.named_parameters()), spec, total_updates)
+        self._optimizer = ShardedOptimizer(self.model.trained(), spec, total_updates)
 
     def zero_grad(self) -> None:
         """See `Backend`."""

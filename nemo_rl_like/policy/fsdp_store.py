@@ -91,5 +91,5 @@ def _shard_of(whole: Tensor, like: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor | None:
     """The whole tensor on rank 0, None elsewhere; collective."""
-    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole: Tensor = tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
     return whole if dist.get_rank() == 0 else None

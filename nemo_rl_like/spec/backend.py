@@ -18,6 +18,7 @@ EMBEDDED = (
     "`engine.kind: embedded` decodes on Megatron's layers, which `policy.backend: fsdp` does not have; set `engine.kind: vllm`, or "
     "`policy.backend: megatron`"
 )
+TRAINING = PretrainStageSpec | SftStageSpec | RlStageSpec | PreferenceStageSpec | DistillStageSpec
 _ELSE = "leave it out, or set `policy.backend: megatron`"
 
 
@@ -51,8 +52,7 @@ def stage_problem(stage: StageBase, engine: EngineSpec) -> str | None:
         found = _rl_problem(stage)
         if found is not None:
             return found
-    trains = isinstance(stage, PretrainStageSpec | SftStageSpec | RlStageSpec | PreferenceStageSpec | DistillStageSpec)
-    if trains and stage.optimizer.kind == "muon":
+    if isinstance(stage, TRAINING) and stage.optimizer.kind == "muon":
         return "has `optimizer.kind: muon`, which needs whole matrices; use adamw or sgd, or set `policy.backend: megatron`"
     samples = isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec) or (
         isinstance(stage, DistillStageSpec) and stage.sampled_per_step > 0

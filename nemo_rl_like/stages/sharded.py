@@ -23,4 +23,4 @@ def check_sharded(policy: PolicySpec, folder: Path, weights: TensorReader) -> No
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the folder's model, by Hugging Face name."""
-    return {name: tuple(parameter.shape) for name, parameter in empty_model(folder).hf.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(folder).trained().items()}
