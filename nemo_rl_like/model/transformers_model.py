@@ -181,7 +181,7 @@ def _rows_of(micro_batch: MicroBatch, eager: bool, dtype: torch.dtype) -> dict[s
 
 def _file_names(hf: Any) -> dict[str, str]:
     """The name that files have for each of the model's tensors: transformers renames some where it loads and saves."""
-    renamings = [
+    renamings: list[Any] = [
         transform.reverse_transform()
         for transform in reversed(get_model_conversion_mapping(hf, add_legacy=False))
         if isinstance(transform, WeightRenaming) and not isinstance(transform, PrefixChange)

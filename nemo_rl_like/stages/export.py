@@ -14,8 +14,7 @@ from nemo_rl_like.artifacts.errors import InputError, OutputFolderError
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, ServingBundle
 from nemo_rl_like.checkpoint.layout import ADAPTER
-from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer, write_hf_folder
+from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer, write_weights
 from nemo_rl_like.policy.store import copy_side_files
 from nemo_rl_like.spec.evaluate import ExportStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -65,9 +64,7 @@ def write_export(source: Path, target: Path, shard_gib: float) -> None:
     """
     with _whole(target) as partial:
         with SafetensorsReader(source) as reader:
-            write_hf_folder(
-                partial, ModelConfig.from_hf_folder(source), _tensors(reader), None, shard_bytes=int(shard_gib * _GIB)
-            )
+            write_weights(partial, _tensors(reader), int(shard_gib * _GIB))
         copy_side_files(source, partial)  # its own config.json, with the special tokens' ids
 
 
