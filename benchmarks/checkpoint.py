@@ -77,15 +77,15 @@ def _options() -> argparse.Namespace:
 
 def _step(rank: PolicyRank) -> None:
     """Give every moment its memory."""
-    _, optimizer = rank._training()
     for parameter in rank.model.parameters():
         parameter.main_grad.fill_(1e-3)  # type: ignore[attr-defined]
-    optimizer.step()
+    rank.backend.step()
 
 
 def _tensors(rank: PolicyRank) -> list[torch.Tensor]:
     """What a save must copy: weights and moments."""
-    states = [state for _, states in rank._training()[1].slices() for state in states.values()]
+    slices = rank.backend.optimizer.slices()  # type: ignore[attr-defined]
+    states = [state for _, states in slices for state in states.values()]
     return [*rank.model.parameters(), *(state for state in states if isinstance(state, torch.Tensor) and state.dim())]
 
 

@@ -308,7 +308,7 @@ def cuda_ipc(scratch: Path) -> Figures:
 
     write_model(scratch / "sent", big_config(layers=4), "bfloat16")
     rank = policy(scratch / "sent", "bfloat16", PolicySpec())
-    weights = {name: tensor for name, tensor in rank._store.weights() if tensor is not None}
+    weights = {name: tensor for name, tensor in rank.backend.store.weights() if tensor is not None}
     with Receiver() as receiver:
         sender = CudaIpcSender()
         receiver.read(sender.publish(1, {"warm": weights["model.norm.weight"]}.items()))

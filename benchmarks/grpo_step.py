@@ -109,14 +109,14 @@ class Ours:
             environment_json=environment.model_dump_json(),
             tokenizer_folder=str(self._options.model),
             run_seed=1,
-            max_context=self.rank.config.max_positions,
+            max_context=self.rank.model.shape.max_positions,
         )
 
     def _watch(self) -> None:
         self.meter.watch(self.engine, "generate", "generate")
         self.meter.watch(self.engine._decoder, "prefill", "prefill")
         self.meter.watch(self.rank, "_walk", "forward_backward")
-        self.meter.watch(self.rank._optimizer, "step", "optimizer")
+        self.meter.watch(self.rank.backend.optimizer, "step", "optimizer")
         self.meter.watch(self.engine, "update_weights", "sync")
 
     def rollout(self, reward: str, step: int) -> TokenBatch:

@@ -84,7 +84,7 @@ def _systems(options: argparse.Namespace) -> dict[str, Callable[[TokenBatch], fl
 
 def _megatron(rank: PolicyRank) -> Callable[[TokenBatch], float]:
     rank.start_training(AdamWOptimizer(), 1)
-    ddp, _ = rank._training()
+    ddp = rank.backend.ddp
     objective = CrossEntropy()
 
     def run(batch: TokenBatch) -> float:

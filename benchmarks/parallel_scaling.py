@@ -35,7 +35,8 @@ from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
 from nemo_rl_like.model.layout_plan import named
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.policy.rank import PolicyRank, probe_batch
+from nemo_rl_like.policy.probe_rows import probe_batch
+from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
@@ -135,7 +136,7 @@ def _rank(rank: int, layout: LayoutSpec, port: int, folder: Path, steps: int) ->
     policy = PolicySpec(layout=layout, rows="packed", micro_batch_tokens=PASS)
     this = PolicyRank(context, folder=str(folder), policy=policy, dtype="float32", initialize=7)
     this.start_training(AdamWOptimizer(lr=1e-4), 1000)
-    batch = make_batch(this.config.vocab_size)
+    batch = make_batch(ModelConfig.from_hf_folder(folder).vocab_size)
     losses, seconds = [], []
     for _ in range(WARM_UP + steps):
         dist.barrier()

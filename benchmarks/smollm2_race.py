@@ -206,7 +206,8 @@ class Scorer:
 
     def __init__(self, spec: ExperimentSpec, folder: Path, threads: int) -> None:
         from nemo_rl_like.generation.embedded import EmbeddedEngine
-        from nemo_rl_like.policy.rank import PolicyRank
+        from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.policy.rank import PolicyRank
         from nemo_rl_like.rollout.service import RolloutService
 
         evaluation = _stage(spec).evaluation
@@ -221,7 +222,7 @@ class Scorer:
             environment_json=spec.environment.model_dump_json(),
             tokenizer_folder=model,
             run_seed=0,
-            max_context=spec.engine.max_context or self._rank.config.max_positions,
+            max_context=spec.engine.max_context or ModelConfig.from_hf_folder(Path(model)).max_positions,
         )
         self._known = {0: self._grade()}
 

@@ -22,7 +22,7 @@ from nemo_rl_like.generation.segments import descendants, mapped_inodes, names_r
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.model import DType
 from nemo_rl_like.tensors.words import signed_64
@@ -72,7 +72,7 @@ class VllmEngine:
     ) -> None:
         vllm_plugin.require_registered()
         self._name = f"engine rank {context.rank}"
-        config = ModelConfig.from_hf_folder(model_folder)
+        config = outline_of(Path(model_folder))
         self._vocab_size = config.vocab_size
         self._max_context = min(engine.max_context or config.max_positions, config.max_positions)
         self._expected = sorted(_weight_names(Path(model_folder), config))
@@ -347,7 +347,7 @@ def _environment(threads: int, eager: bool, start_timeout_s: float) -> dict[str,
     }
 
 
-def _weight_names(folder: Path, config: ModelConfig) -> set[str]:
+def _weight_names(folder: Path, config: Outline) -> set[str]:
     """Hugging Face names that the model needs: those in the folder, without a copy of a tied head.
 
     Raises InputError if the folder has no safetensors.

@@ -14,6 +14,8 @@ from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
 _DEFAULT_INIT_STD = 0.02
+OTHERS = "Set `policy.backend: fsdp` for any causal language model that transformers loads (docs/backends.md)"
+"""What to do about a model that Megatron's layers do not compute."""
 FFN_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Matrices of the feed-forward layer."""
 
@@ -297,7 +299,10 @@ class _Reader:
 
     def config(self) -> ModelConfig:
         family = self._family()
-        self._refuse_unsupported(family)
+        try:
+            self._refuse_unsupported(family)
+        except InputError as error:
+            raise InputError(f"{error}. {OTHERS}") from error
         heads, hidden = self._int("num_attention_heads"), self._int("hidden_size")
         kv_heads = self._int("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -332,7 +337,7 @@ class _Reader:
     def _family(self) -> Family:
         name = self._raw.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
-            raise self._error("model_type", f"is {name!r}; supported are {', '.join(FAMILIES)}")
+            raise self._error("model_type", f"is {name!r}; supported are {', '.join(FAMILIES)}. {OTHERS}")
         family = FAMILIES[name]
         named = self._raw.get("architectures")
         supported = (family.architecture, family.score_architecture)

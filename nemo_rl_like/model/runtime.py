@@ -166,18 +166,27 @@ def init_distributed(
         raise InputError(
             f"world size {world} is not a multiple of tp * cp * pp = {tp} * {cp} * {pp}; use tp * cp * pp * dp ranks"
         )
+    join_world(rank, world, master_addr, master_port, timeout_s, threads)
+    _init_model_parallel(tp, cp, pp, ep, tp if etp is None else etp, timeout_s)
+    logger.debug("rank %d of %d joined on %s with tp=%d pp=%d", rank, world, device(), tp, pp)
+
+
+def join_world(rank: int, world: int, master_addr: str, master_port: int, timeout_s: float, threads: int = 0) -> None:
+    """Join the world of ranks, without Megatron's groups; does nothing but set `threads` where this process is in it already."""
     if threads:
         torch.set_num_threads(threads)
     if not on_cuda():
         keep_freed_memory()
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
-        _choose_device(rank)
-        dist.init_process_group(
-            backend(), init_method=f"tcp://{master_addr}:{master_port}", rank=rank, world_size=world, timeout=timeout
-        )
-    _init_model_parallel(tp, cp, pp, ep, tp if etp is None else etp, timeout_s)
-    logger.debug("rank %d of %d joined on %s with tp=%d pp=%d", rank, world, device(), tp, pp)
+    if dist.is_initialized():
+        return
+    _choose_device(rank)
+    dist.init_process_group(
+        backend(),
+        init_method=f"tcp://{master_addr}:{master_port}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
 
 
 def shutdown_distributed() -> None:

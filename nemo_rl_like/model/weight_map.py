@@ -24,6 +24,7 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.tensors.packed import Packed
 
 Packing = Literal["vocab", "qkv", "gate_up", "rows", "columns", "whole"]
 _EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
@@ -60,20 +61,6 @@ class Coverage:
     """Needed by the model, absent from the keys."""
     unmapped: tuple[str, ...]
     """Present in the keys, without a place in the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A whole Megatron tensor, still packed, with the names of the Hugging Face tensors in it."""
-
-    names: tuple[str, ...]
-    tensor: Tensor
-    unpack: Callable[[Tensor], Sequence[Tensor]]
-    """Its Hugging Face tensors, in the order of `names`."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The Hugging Face tensors by name."""
-        yield from zip(self.names, self.unpack(self.tensor), strict=True)
 
 
 class WeightMap:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.weight_map import Packed
+from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import ShardFile
 
 Copies = Mapping[str, Sequence[Packed]]

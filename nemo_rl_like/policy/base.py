@@ -5,7 +5,6 @@ from __future__ import annotations
 import ray
 
 from nemo_rl_like.cluster.context import RankContext
-from nemo_rl_like.model.lora import adapters_off
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.tokens.batch import TokenBatch
@@ -21,5 +20,5 @@ class BaseRank:
         self, batch: TokenBatch, temperature: float, gap: GapLimit | None = None
     ) -> tuple[ray.ObjectRef, dict[str, float]]:
         """As `PolicyRank.logprobs`."""
-        with adapters_off(self._policy.model):
+        with self._policy.backend.without_adapters():
             return self._policy.logprobs(batch, temperature, gap)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from nemo_rl_like.cluster.context import RankContext
-from nemo_rl_like.model.forward import MegatronModel
 
 
 class ReferenceMixer:
     """Both models have one layout, so every rank mixes what it holds and none need talk."""
 
-    def __init__(self, context: RankContext, *, policy: MegatronModel, reference: MegatronModel) -> None:
+    def __init__(self, context: RankContext, *, policy: torch.nn.Module, reference: torch.nn.Module) -> None:
         self._policy, self._reference = policy, reference
 
     @torch.no_grad()

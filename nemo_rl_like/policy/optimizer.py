@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from nemo_rl_like.model.mcore import (
     get_megatron_optimizer,
 )
 from nemo_rl_like.model.weight_map import Entry, WeightMap
+from nemo_rl_like.policy.backend import OptimizerStep
 from nemo_rl_like.policy.groups import Settings, settings_of
 from nemo_rl_like.policy.muon import MOMENTUM, Muon
 from nemo_rl_like.policy.slices import Slice, slices_of
@@ -37,16 +38,8 @@ from nemo_rl_like.spec.optimizer import AdamMoments, MuonOptimizer, OptimizerSpe
 
 MASTER = "master"
 """Kind of state: the float32 copy of bfloat16 weights."""
-_ADAM_STATE = ("exp_avg", "exp_avg_sq")
+ADAM_STATE = ("exp_avg", "exp_avg_sq")
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """What one optimizer step reports: gradient norm before clipping and the learning rate used."""
-
-    grad_norm: float
-    lr: float
 
 
 class PolicyOptimizer:
@@ -82,22 +75,7 @@ class PolicyOptimizer:
             self._adams.append(_fused(part.optimizer))
             if isinstance(spec, MuonOptimizer):
                 part.optimizer = Muon(part, spec, weight_map, made_of)
-        decay_steps = (spec.decay_steps or total_updates) + 1
-        self._scheduler = OptimizerParamScheduler(
-            built,
-            init_lr=0.0,
-            max_lr=spec.lr,
-            min_lr=spec.min_lr,
-            lr_warmup_steps=spec.warmup_steps,
-            lr_decay_steps=decay_steps,
-            lr_decay_style=_STYLES[spec.schedule],
-            start_wd=spec.weight_decay,
-            end_wd=spec.weight_decay,
-            wd_incr_steps=decay_steps,
-            wd_incr_style="constant",
-            wsd_decay_steps=max(1, round(decay_steps * spec.decay_fraction)),
-            lr_wsd_decay_style="linear",
-        )
+        self._scheduler = scheduler_of(built, spec, total_updates)
         self._max_norm = spec.clip_grad
 
     @property
@@ -140,7 +118,7 @@ class PolicyOptimizer:
     def kinds_of(self, entry: Entry) -> tuple[str, ...]:
         """Kinds of state that this parameter has."""
         momentum = self.kind == "sgd" or self._settings[entry].muon
-        return (*((MOMENTUM,) if momentum else _ADAM_STATE), *self._masters)
+        return (*((MOMENTUM,) if momentum else ADAM_STATE), *self._masters)
 
     def slices(self) -> Iterator[tuple[Slice, dict[str, Any]]]:
         """This rank's slices of parameters, each with its state."""
@@ -159,6 +137,28 @@ class PolicyOptimizer:
         """Copy the model's weights into the optimizer's master copies (after loading weights)."""
         with runtime.optimizer_patches():
             self._optimizer.reload_model_params()
+
+
+def scheduler_of(
+    optimizer: ChainedOptimizer | DistributedOptimizer | torch.optim.Optimizer, spec: OptimizerSpec, total_updates: int
+) -> OptimizerParamScheduler:
+    """Megatron's scheduler of these groups, which have their peak `max_lr`, `min_lr` and weight decay (`start_wd`, `end_wd`)."""
+    decay_steps = (spec.decay_steps or total_updates) + 1
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=spec.lr,
+        min_lr=spec.min_lr,
+        lr_warmup_steps=spec.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=_STYLES[spec.schedule],
+        start_wd=spec.weight_decay,
+        end_wd=spec.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        wsd_decay_steps=max(1, round(decay_steps * spec.decay_fraction)),
+        lr_wsd_decay_style="linear",
+    )
 
 
 def _config(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerConfig:

@@ -18,10 +18,11 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import AdapterMap, MergedWeights
-from nemo_rl_like.model.weight_map import Packed, WeightMap
+from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.spec.policy import LoraSpec
+from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -41,15 +42,6 @@ class PolicyStore:
         self._lora = lora
         self.trained: WeightMap = self._map if lora is None else AdapterMap(config, lora)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-
-    def save(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> tuple[ShardFile, ...]:
-        """Write this rank's share of `sections` under `folder`, and on rank 0 what stands beside the tensors; returns its shards."""
-        self.write_beside(folder, optimizer, prefix)
-        return tuple(
-            shard
-            for section, shares in self.sections(optimizer, prefix)
-            for shard in write_section(folder, section, shares)
-        )
 
     def sections(self, optimizer: PolicyOptimizer | None, prefix: str = "") -> Iterator[tuple[str, Iterator[Packed]]]:
         """This rank's share of a checkpoint: tensors of `weights`, `adapter` and `optimizer`, with `prefix` before those names.
@@ -72,8 +64,7 @@ class PolicyStore:
         if self._lora is not None:
             write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
         if optimizer is not None:
-            kind = json.dumps({"kind": optimizer.kind}) + "\n"
-            (folder / f"{prefix}optimizer" / OPTIMIZER).write_text(kind, encoding="utf-8")
+            write_kind(folder / f"{prefix}optimizer", optimizer.kind)
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every weight by Hugging Face name, adapters merged, whole on rank 0 and None elsewhere; every rank must run it to its end."""
@@ -102,7 +93,7 @@ class PolicyStore:
 
         Raises InputError for the state of another kind of optimizer.
         """
-        _require_kind(folder, optimizer.kind)
+        require_kind(folder, optimizer.kind)
         reader = SafetensorsReader(folder)
         kinds = {
             kind: self._with_state(optimizer, kind).scatter_hf(self._model, PrefixedReader(reader, kind))
@@ -121,7 +112,12 @@ def write_section(folder: Path, section: str, shares: Iterable[Packed]) -> tuple
     return tuple(writer.files)
 
 
-def _require_kind(folder: Path, kind: str) -> None:
+def write_kind(folder: Path, kind: str) -> None:
+    """Say beside the optimizer's state what kind of optimizer it is of."""
+    (folder / OPTIMIZER).write_text(json.dumps({"kind": kind}) + "\n", encoding="utf-8")
+
+
+def require_kind(folder: Path, kind: str) -> None:
     """Raise InputError unless the folder holds the state of this optimizer; those of AdamW once said nothing."""
     file = folder / OPTIMIZER
     stored = json.loads(file.read_text(encoding="utf-8"))["kind"] if file.is_file() else "adamw"

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, model_validator
 
+from nemo_rl_like.spec.backend import policy_problem, stage_problem
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.cluster import ClusterSpec
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
@@ -86,6 +87,24 @@ class ExperimentSpec(Spec):
             raise ValueError(
                 f"`policy.fp8` needs `model.dtype: bfloat16`, which is {self.model.dtype}; change one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _backend_has_it(self) -> ExperimentSpec:
+        if self.policy.backend == "megatron":
+            return self
+        problem = policy_problem(self.policy)
+        if problem is not None:
+            raise ValueError(problem)
+        if self.model.init is not None and self.model.init.experts is not None:
+            raise ValueError(
+                f"`model.init.family` is {self.model.init.family}, whose experts transformers joins in memory, and `policy.backend: fsdp` takes "
+                "tensors as files name them; use a dense family, or `policy.backend: megatron`"
+            )
+        for stage in self.stages:
+            problem = stage_problem(stage, self.engine)
+            if problem is not None:
+                raise ValueError(f"stage {stage_name(stage)!r} {problem}")
         return self
 
     @model_validator(mode="after")

@@ -136,6 +136,8 @@ class LoraSpec(Spec):
 class PolicySpec(Spec):
     """The trainable model as a service."""
 
+    backend: Literal["megatron", "fsdp"] = "megatron"
+    """What trains: Megatron Core, or PyTorch's fully sharded data parallelism over transformers' models of any architecture."""
     layout: LayoutSpec = LayoutSpec()
     """Parallel layout."""
     rows: Literal["shared_prefix", "packed", "padded"] = "shared_prefix"

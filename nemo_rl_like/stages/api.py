@@ -22,6 +22,7 @@ from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages.averaging import AVERAGED
 from nemo_rl_like.stages.evaluate import evaluate, evaluator
 from nemo_rl_like.stages.export import export
+from nemo_rl_like.stages.preflight import require_sampler
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import start_model
 from nemo_rl_like.training.engine import EngineClient, RunEngine
@@ -75,6 +76,7 @@ class ChatSession:
 def chat_session(source: Path, *, temperature: float, max_new_tokens: int) -> Iterator[ChatSession]:
     """Start the checkpoint at `source` for a conversation; temperature 0 is greedy."""
     spec, checkpoint = _open(source)
+    require_sampler(spec)
     with tempfile.TemporaryDirectory(prefix="nrl-chat-") as folder:
         session = shared_session(spec.cluster, Path(folder))
         model = start_model(spec, Path(folder), {"checkpoint": checkpoint})

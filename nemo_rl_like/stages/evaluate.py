@@ -18,7 +18,7 @@ from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.evaluation import EvaluationReport
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec, EvaluationSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
-from nemo_rl_like.stages.preflight import check_tasks, problems_of
+from nemo_rl_like.stages.preflight import check_tasks, problems_of, require_sampler
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model
 from nemo_rl_like.stages.workers import ROLLOUT_SERVICE, host_rollout, worker_group
@@ -65,7 +65,8 @@ class EvaluateStage:
 def evaluator(
     spec: ExperimentSpec, run_folder: Path, model: StartModel, service: str = ROLLOUT_SERVICE
 ) -> Iterator[tuple[WorkerGroup, RunEngine]]:
-    """Policy, engine and rollout worker (of class `service`) for `model` as it is."""
+    """Policy, engine and rollout worker (of class `service`) for `model` as it is. Raises SpecError if the engine cannot sample from it."""
+    require_sampler(spec)
     session = shared_session(spec.cluster, run_folder)
     with worker_group(session) as workers:
         host_rollout(workers, spec, model.folder, model.config, service)

@@ -20,15 +20,19 @@ from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.lora import AdapterMap, check_targets
-from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.model.outline import Outline, outline_of
+from nemo_rl_like.model.weight_map import Entry, WeightMap
+from nemo_rl_like.policy.fsdp_optimizer import entries_of
 from nemo_rl_like.policy.groups import settings_of
 from nemo_rl_like.rollout.runner import check_prompt_length
+from nemo_rl_like.spec.backend import EMBEDDED
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
 from nemo_rl_like.spec.policy import RouterSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.stages.sharded import check_sharded, shapes_in
 from nemo_rl_like.stages.workers import context_tokens, environment_of
 from nemo_rl_like.training.trainer import CHECKPOINTS
 
@@ -57,6 +61,20 @@ def check_model(spec: ExperimentSpec) -> None:
     """Configuration, layout, weights and tokenizer fit each other. Raises InputError, SpecError."""
     renderer, config = renderer_of(spec), config_of(spec)
     config.require_logits("model")
+    if len(renderer.tokenizer) > config.vocab_size:
+        raise InputError(
+            f"model: the tokenizer has {len(renderer.tokenizer)} tokens, but config.json has a `vocab_size` of "
+            f"{config.vocab_size}; use the tokenizer that the model was trained with"
+        )
+    if spec.policy.backend == "megatron":
+        _check_shape(spec)
+    if spec.model.path is not None:
+        _check_weights(spec, Path(spec.model.path))
+
+
+def _check_shape(spec: ExperimentSpec) -> None:
+    """Megatron can split the model, and has what the policy asks of it. Raises InputError, SpecError."""
+    config = shape_of(spec)
     config.check_layout(spec.policy.layout)
     if config.experts is None and (spec.policy.layout.ep > 1 or spec.policy.layout.etp is not None):
         raise SpecError(
@@ -66,26 +84,35 @@ def check_model(spec: ExperimentSpec) -> None:
         raise SpecError(f"`policy.router` has losses, but a {config.family} model has no experts; leave it out")
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
-    if len(renderer.tokenizer) > config.vocab_size:
-        raise InputError(
-            f"model: the tokenizer has {len(renderer.tokenizer)} tokens, but config.json has a `vocab_size` of "
-            f"{config.vocab_size}; use the tokenizer that the model was trained with"
-        )
-    if spec.model.path is not None:
-        with SafetensorsReader(spec.model.path) as weights:
-            WeightMap(config).check(weights)
+
+
+def _check_weights(spec: ExperimentSpec, folder: Path) -> None:
+    """The backend finds all of a model's tensors in the folder, in their shapes. Raises InputError, SpecError."""
+    with SafetensorsReader(folder) as weights:
+        if spec.policy.backend == "fsdp":
+            check_sharded(spec.policy, folder, weights)
+        else:
+            WeightMap(ModelConfig.from_hf_folder(folder)).check(weights)
 
 
 def check_groups(spec: ExperimentSpec) -> None:
     """Every group of parameters of an optimizer has some; a critic's are told when it starts. Raises SpecError, InputError."""
     for stage in spec.stages:
         if isinstance(stage, (*TRAINING_STAGES, RewardModelStageSpec)) and stage.optimizer.groups:
-            settings_of(stage.optimizer, _trained_map(spec, stage).entries)
+            settings_of(stage.optimizer, _trained(spec, stage))
+
+
+def _trained(spec: ExperimentSpec, stage: StageSpec) -> Sequence[Entry]:
+    """The parameters that the stage trains, as the backend holds them."""
+    if spec.policy.backend == "megatron":
+        return _trained_map(spec, stage).entries
+    if spec.model.init is not None:
+        return entries_of(WeightMap(shape_of(spec)).hf_shapes())
+    return entries_of(shapes_in(Path(str(spec.model.path))))
 
 
 def _trained_map(spec: ExperimentSpec, stage: StageSpec) -> WeightMap:
-    """The parameters that the stage trains."""
-    config, lora = config_of(spec), spec.policy.lora
+    config, lora = shape_of(spec), spec.policy.lora
     if isinstance(stage, RewardModelStageSpec):
         return WeightMap(replace(config, score_head=True))
     return WeightMap(config) if lora is None else AdapterMap(config, lora)
@@ -103,7 +130,8 @@ def check_critic(spec: ExperimentSpec, folder: str) -> None:
 
 def check_judge(spec: ExperimentSpec, folder: str) -> None:
     """The reward model's weights and score head are there, and fit as a teacher's do. Raises InputError, SpecError."""
-    config = _check_beside(spec, "reward_model.paths", Path(folder))
+    _check_beside(spec, "reward_model.paths", Path(folder))
+    config = ModelConfig.from_hf_folder(folder)
     config.require_score("reward_model.paths " + folder)
     needed = context_tokens(spec, config_of(spec))
     if config.max_positions < needed:
@@ -113,22 +141,22 @@ def check_judge(spec: ExperimentSpec, folder: str) -> None:
         )
 
 
-def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> ModelConfig:
+def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> Outline:
     """The shape of a further model that shares ranks and tokens with the policy."""
     if not folder.is_dir():
         raise InputError(
             f"`{field}` is {str(folder)!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder"
         )
-    config = ModelConfig.from_hf_folder(folder)
-    config.check_layout(spec.policy.layout)
+    config = _outline(spec, folder)
+    if isinstance(config, ModelConfig) and spec.policy.backend == "megatron":
+        config.check_layout(spec.policy.layout)
     mine, theirs = (r.tokenizer.get_vocab() for r in (renderer_of(spec), Renderer.load(folder)))
     if mine != theirs:
         raise InputError(
             f"`{field}` {folder} has another tokenizer than the policy ({len(theirs)} tokens, the policy's {len(mine)}), so it would "
             "read other tokens; use a model of the same family"
         )
-    with SafetensorsReader(folder) as weights:
-        WeightMap(config).check(weights)
+    _check_weights(spec, folder)
     return config
 
 
@@ -139,13 +167,37 @@ def renderer_of(spec: ExperimentSpec) -> Renderer:
     return Renderer.load(_model_folder(spec))
 
 
-def config_of(spec: ExperimentSpec) -> ModelConfig:
-    """The shape of the model that the spec names. Raises InputError."""
+def config_of(spec: ExperimentSpec) -> Outline:
+    """The outline of the model that the spec names. Raises InputError, SpecError."""
+    if spec.model.init is None and spec.policy.backend == "fsdp":
+        return _stretched(spec, _outline(spec, _model_folder(spec)))
+    return shape_of(spec)
+
+
+def shape_of(spec: ExperimentSpec) -> ModelConfig:
+    """The shape of the model that the spec names, as Megatron builds it. Raises InputError."""
     if spec.model.init is None:
         found = ModelConfig.from_hf_folder(_model_folder(spec))
     else:
         found = ModelConfig.from_init(spec.model.init, len(renderer_of(spec).tokenizer))
     return stretched(found, spec.model.rope_scaling, spec.model.max_positions)
+
+
+def _outline(spec: ExperimentSpec, folder: Path) -> Outline:
+    """What the backend reads of a folder's config.json."""
+    return outline_of(folder) if spec.policy.backend == "fsdp" else ModelConfig.from_hf_folder(folder)
+
+
+def _stretched(spec: ExperimentSpec, config: Outline) -> Outline:
+    """The model with the spec's positions. Raises SpecError for a family whose config.json this package does not write."""
+    if isinstance(config, ModelConfig):
+        return stretched(config, spec.model.rope_scaling, spec.model.max_positions)
+    if spec.model.rope_scaling is not None:
+        raise SpecError(
+            f"`model.rope_scaling` is given, and {config.family} is none of the families whose config.json this package writes; leave it out, "
+            "and stretch positions in the model's own config.json"
+        )
+    return config
 
 
 def _model_folder(spec: ExperimentSpec) -> Path:
@@ -191,6 +243,12 @@ def check_engine(spec: ExperimentSpec) -> None:
             f"`engine.tensor_parallel` is {parts}: only vLLM splits its model by itself, and the parts must divide the model's "
             f"{config_of(spec).heads} heads; the embedded engine is split by `policy.layout.tp`"
         )
+
+
+def require_sampler(spec: ExperimentSpec) -> None:
+    """Raise SpecError unless the engine can sample from the backend's model."""
+    if spec.policy.backend == "fsdp" and spec.engine.kind == "embedded":
+        raise SpecError(EMBEDDED)
 
 
 def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec | DistillStageSpec | SampleStageSpec) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.client import Policy, TrainedModels
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
@@ -44,7 +45,7 @@ class RewardModelStage:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec, stage = self.spec, self.stage
         started = start_model(spec, context.folder, inputs)
-        model = replace(started, config=replace(started.config, score_head=True))
+        model = replace(started, config=replace(ModelConfig.from_hf_folder(started.folder), score_head=True))
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {

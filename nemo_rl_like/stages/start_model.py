@@ -14,6 +14,7 @@ from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SINGLE
+from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.store import copy_side_files
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -30,7 +31,7 @@ class StartModel:
     """config.json, tokenizer, and weights unless `initialize` is given."""
     initialize: int | None
     """Seed of a model from scratch; None: the folder has weights."""
-    config: ModelConfig
+    config: Outline
 
     @property
     def identity(self) -> ModelIdentity:
@@ -69,7 +70,7 @@ def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -
 
 
 def _found(folder: Path) -> StartModel:
-    return StartModel(folder, None, ModelConfig.from_hf_folder(folder))
+    return StartModel(folder, None, outline_of(folder))
 
 
 def _from_scratch(spec: ExperimentSpec, folder: Path) -> StartModel:

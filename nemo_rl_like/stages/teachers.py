@@ -13,7 +13,7 @@ from nemo_rl_like.data.datasets import load_messages
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.stored_logits import LogitsOrigin
 from nemo_rl_like.data.tokenizer import tokenizer_sha256
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.top import TopK
 from nemo_rl_like.spec.distill import TeachersSpec
@@ -35,14 +35,14 @@ def _check_teacher(spec: ExperimentSpec, block: TeachersSpec, number: int) -> No
     """A teacher fits the policy, and has as many tokens as it is asked for. Raises InputError, SpecError."""
     field, path = f"teachers.{number}.path", block.teachers[number].path
     check_teacher(spec, path, field)
-    asked, has = tokens_asked(block, config_of(spec)), ModelConfig.from_hf_folder(Path(path)).vocab_size
+    asked, has = tokens_asked(block, config_of(spec)), outline_of(Path(path)).vocab_size
     if has < asked:
         raise SpecError(
             f"`top_k` is {block.top_k}, which asks for {asked} tokens at each place, and `{field}` {path} has {has}; lower `top_k`"
         )
 
 
-def tokens_asked(block: TeachersSpec, config: ModelConfig) -> int:
+def tokens_asked(block: TeachersSpec, config: Outline) -> int:
     """Tokens at each place that a teacher is asked for. Raises SpecError."""
     try:
         return block.k_of(config.vocab_size)
@@ -50,13 +50,13 @@ def tokens_asked(block: TeachersSpec, config: ModelConfig) -> int:
         raise SpecError(str(error)) from error
 
 
-def asked_of(block: TeachersSpec, config: ModelConfig) -> TopK:
+def asked_of(block: TeachersSpec, config: Outline) -> TopK:
     """What the teachers are asked, for a student of this shape."""
     return TopK(tokens_asked(block, config), block.temperature, below=config.vocab_size)
 
 
 def origin_of(
-    spec: ExperimentSpec, block: TeachersSpec, path: str, renderer: Renderer, config: ModelConfig
+    spec: ExperimentSpec, block: TeachersSpec, path: str, renderer: Renderer, config: Outline
 ) -> LogitsOrigin:
     """What the log-probs of the file at `path` depend on. Raises InputError, SpecError."""
     return LogitsOrigin(

@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.environment.registry import with_absolute_paths
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.outline import Outline
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.training.step_services import ROLLOUT, STEPS
@@ -19,7 +19,7 @@ ROLLOUT_SERVICE = "nemo_rl_like.rollout.service:RolloutService"
 STEP_SERVICE = "nemo_rl_like.training.step_service:StepService"
 
 
-def context_tokens(spec: ExperimentSpec, config: ModelConfig) -> int:
+def context_tokens(spec: ExperimentSpec, config: Outline) -> int:
     """Longest row, in tokens: the engine's limit, never more than the model's."""
     return min(spec.engine.max_context or config.max_positions, config.max_positions)
 
@@ -40,7 +40,7 @@ def host_rollout(
     group: WorkerGroup,
     spec: ExperimentSpec,
     tokenizer_folder: Path,
-    config: ModelConfig,
+    config: Outline,
     service: str = ROLLOUT_SERVICE,
 ) -> None:
     """Host the services `rollout` (of class `service`) and `steps`."""

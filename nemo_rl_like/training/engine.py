@@ -15,7 +15,7 @@ from nemo_rl_like.cluster.context import Hosted
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
 from nemo_rl_like.generation.types import Completion, Request, Sampling, SyncReport
-from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.outline import Outline
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.spec.engine import EngineSpec
@@ -67,14 +67,14 @@ class RunEngine:
     spec: EngineSpec
     policy: Policy
     group: WorkerGroup
-    config: ModelConfig
+    config: Outline
     owns_group: bool
     max_gap: float
     """Largest 99 % quantile of |engine - trainer| log-prob, in nats."""
     version: int = 0
 
     @classmethod
-    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: DType, config: ModelConfig) -> RunEngine:
+    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: DType, config: Outline) -> RunEngine:
         """Start the engine: on the policy's own ranks (embedded), or as vLLM replicas that read `folder` first."""
         session = policy.group.session
         if spec.kind == "embedded":

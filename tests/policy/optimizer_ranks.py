@@ -56,7 +56,7 @@ def train(this: PolicyRank, steps: int) -> list[dict[str, float]]:
 
 def weights(this: PolicyRank) -> Tensors:
     """A copy of every trained weight by its name on disk."""
-    return {n: t.clone() for n, t in this._store.trained.iter_hf(this.model) if t is not None}
+    return {n: t.clone() for n, t in this.backend.store.trained.iter_hf(this.model) if t is not None}
 
 
 def state(this: PolicyRank) -> Tensors:

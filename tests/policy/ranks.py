@@ -79,7 +79,7 @@ def save_checkpoint(
 
 def state_of(member: PolicyRank) -> dict[str, torch.Tensor]:
     """The optimizer's whole state by `kind/name`, on every rank."""
-    shares = member._store._state(member._training()[1])
+    shares = member.backend.store._state(member.backend.optimizer)  # type: ignore[attr-defined]
     mine = {name: tensor.clone() for share in shares for name, tensor in share.tensors()}
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)

@@ -46,7 +46,7 @@ def log_probs(of: PolicyRank, batch: TokenBatch) -> torch.Tensor:
 
 def weights(of: PolicyRank) -> dict[str, torch.Tensor]:
     """A copy of every weight by Hugging Face name."""
-    return {name: tensor.clone() for name, tensor in of._store.weights() if tensor is not None}
+    return {name: tensor.clone() for name, tensor in of.backend.store.weights() if tensor is not None}
 
 
 def one_rank(rank: int, world: int, port: int, folder: Path, biased: Path) -> dict[str, Any]:

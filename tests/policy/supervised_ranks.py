@@ -73,7 +73,7 @@ def joint(rank: int, world: int, port: int, folder: Path, layout: LayoutSpec) ->
     batch, text = weighted_batch(), text_batch()
 
     def gradient(*, own: bool, further: bool) -> torch.Tensor:
-        ddp, _ = this._training()
+        ddp = this.backend.ddp
         ddp.zero_grad_buffer()
         if further:
             this._add_gradients(text, PTX)

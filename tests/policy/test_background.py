@@ -12,9 +12,9 @@ import torch
 from nemo_rl_like.checkpoint.layout import SECTIONS, ModelIdentity
 from nemo_rl_like.checkpoint.reader import CheckpointReader
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
-from nemo_rl_like.model.weight_map import Packed
 from nemo_rl_like.policy.background import BackgroundSave, Copies
 from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import ShardFile
 from tests.policy.ranks import run_ranks
 from tests.policy.step_laws import DECAYED, member, train_two

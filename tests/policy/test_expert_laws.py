@@ -70,7 +70,7 @@ def _steps(
         return [member.train_step(make_batch(), None, OBJECTIVE) for _ in range(STEPS)]
 
     def weights(member: PolicyRank) -> dict[str, Tensor]:
-        return {key: value.clone() for key, value in member._store.weights() if value is not None}
+        return {key: value.clone() for key, value in member.backend.store.weights() if value is not None}
 
     member = started()
     metrics = run(member)

@@ -95,14 +95,14 @@ def steps(rank: int, world: int, port: int, folders: Folders, policies: list[Pol
     out = []
     for policy in policies:
         this, batch = member(rank, world, port, folders, policy), make_batch()
-        found: dict[str, Any] = {"start": log_probs(this, batch), "start merged": tensors(this._store.weights())}
-        found["drawn"] = tensors(this._store.trained.iter_hf(this.model))
+        found: dict[str, Any] = {"start": log_probs(this, batch), "start merged": tensors(this.backend.store.weights())}
+        found["drawn"] = tensors(this.backend.store.trained.iter_hf(this.model))
         with adapters_off(this.model):
             found["base"] = log_probs(this, batch)
         this.load(str(folders.checkpoint), None)
         with adapters_off(this.model):
             found["base again"] = log_probs(this, batch)
-        found |= {"log-probs": log_probs(this, batch), "merged": tensors(this._store.weights())}
+        found |= {"log-probs": log_probs(this, batch), "merged": tensors(this.backend.store.weights())}
         found["metrics"] = this.train_step(batch, None, CrossEntropy())
         moments = state_of(this)
         found["gradients"] = {

@@ -105,7 +105,7 @@ def heads(rank: int, world: int, port: int, folder: Path) -> list[torch.Tensor]:
             model = member(
                 rank, world, port, folder, PolicySpec(), score_head=True, score_head_seed=seed, initialize=scratch
             )
-            found.append(dict(model._store.weights())["score.weight"])
+            found.append(dict(model.backend.store.weights())["score.weight"])
     return found
 
 

@@ -1,0 +1,223 @@
+"""`MegatronBackend`: Megatron Core's model, DDP, schedules and distributed optimizer under a `PolicyRank`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_rl_like.algorithms.objectives import Outputs
+from nemo_rl_like.cluster.context import RankContext
+from nemo_rl_like.model import runtime
+from nemo_rl_like.model.factory import build_model
+from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.heads import output_head, token_scores
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
+from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost
+from nemo_rl_like.model.lora import adapters_off, add_adapters
+from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.router import RouterWatch
+from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
+from nemo_rl_like.model.top_logprobs import TopLogprobs, top_logprobs
+from nemo_rl_like.policy.backend import ModelRequest, OptimizerStep, Score, TopRequest
+from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
+from nemo_rl_like.policy.optimizer import PolicyOptimizer
+from nemo_rl_like.policy.share import from_last_stages
+from nemo_rl_like.policy.store import PolicyStore
+from nemo_rl_like.policy.walk import Walk, head_outputs
+from nemo_rl_like.spec.optimizer import OptimizerSpec
+from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.tensors.packed import Packed
+
+
+class MegatronBackend:
+    """One rank's shard of the Megatron model and, once training starts, DDP and the optimizer; see `Backend`."""
+
+    def __init__(self, context: RankContext, policy: PolicySpec, request: ModelRequest) -> None:
+        layout = policy.layout
+        runtime.init_distributed(
+            context.rank,
+            context.world_size,
+            context.master_addr,
+            context.master_port,
+            layout.tp,
+            layout.pp,
+            request.timeout_s,
+            context.threads,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.etp,
+        )
+        self._spec = policy
+        self._config = ModelConfig.from_hf_folder(request.folder)
+        lora = None if request.adapter_seed is None else policy.lora
+        weights = self._weights(request)
+        self.model: MegatronModel = build_model(
+            self._config,
+            layout,
+            request.dtype,
+            weights=weights,
+            fp8=policy.fp8,
+            adapters=lora is not None,
+            recompute=policy.recompute,
+        )
+        if lora is not None and request.adapter_seed is not None:
+            add_adapters(self.model, self._config, lora, request.adapter_seed)
+        self.store = PolicyStore(self.model, self._config, request.folder, lora)
+        self._trained: tuple[PolicyDdp, PolicyOptimizer] | None = None
+
+    def _weights(self, request: ModelRequest) -> TensorReader:
+        """What the model starts from; with a new score head its shape is that of a model with one."""
+        weights: TensorReader
+        if request.initialize is None:
+            weights = SafetensorsReader(request.folder)
+        else:
+            weights = ScratchReader(self._config, request.initialize, request.dtype)
+        if request.score_head and not self._config.score_head:
+            self._config = replace(self._config, score_head=True)
+            weights = FreshScoreReader(weights, self._config, request.score_head_seed)
+        return weights
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """See `Backend`."""
+        return parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+
+    @property
+    def pair_cost(self) -> float:
+        """See `Backend`."""
+        return attention_pair_cost(self._config)
+
+    @property
+    def watch(self) -> RouterWatch | None:
+        """See `Backend`."""
+        return self.model.watch
+
+    # -- training
+
+    @property
+    def ddp(self) -> PolicyDdp:
+        """The model with its gradient buffers. Raises RuntimeError before `start_training`."""
+        return self._in_training()[0]
+
+    @property
+    def optimizer(self) -> PolicyOptimizer:
+        """Raises RuntimeError before `start_training`."""
+        return self._in_training()[1]
+
+    @property
+    def updates(self) -> int:
+        """See `Backend`."""
+        return self.optimizer.updates
+
+    def start_training(self, spec: OptimizerSpec, total_updates: int) -> None:
+        """See `Backend`."""
+        ddp = wrap_ddp(self.model)
+        self._trained = ddp, PolicyOptimizer(ddp, self.store.trained, spec, total_updates)
+
+    def zero_grad(self) -> None:
+        """See `Backend`."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self) -> OptimizerStep | None:
+        """See `Backend`."""
+        return self.optimizer.step()
+
+    def _in_training(self) -> tuple[PolicyDdp, PolicyOptimizer]:
+        if self._trained is None:
+            raise RuntimeError("start_training must come before train_step")
+        return self._trained
+
+    # -- passes
+
+    def run(self, micro_batches: Sequence[MicroBatch], score: Score, *, training: bool, finalize: bool = True) -> None:
+        """See `Backend`: Megatron's schedule for the pipeline layout."""
+        device = runtime.device()
+
+        def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, Reduce]:
+            micro_batch = next(iterator).to(device, self.model.dtype)
+            return model(micro_batch), partial(reduced, micro_batch)
+
+        def reduced(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+            return score(micro_batch, hidden), torch.zeros((), dtype=torch.int, device=device), None
+
+        model = self.ddp if training and self._trained else self.model
+        run_schedule(model, micro_batches, forward, training=training, finalize=finalize)
+
+    def outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
+        """See `Backend`; equal on every tensor- and context-parallel rank."""
+        mine, context = self.model.scored_here(micro_batch), self.model.context
+        if mine is None or context is None:
+            return self._of_head(hidden, micro_batch.targets, walk, candidates)
+        own = self._of_head(hidden, micro_batch.targets[mine], walk, None if candidates is None else candidates[mine])
+        count = len(micro_batch.targets)
+
+        def whole(part: Tensor | None) -> Tensor | None:
+            return None if part is None else context.whole(part, mine, count)
+
+        return Outputs(
+            context.whole(own.logprobs, mine, count),
+            whole(own.entropy),
+            whole(own.collision),
+            whole(own.candidates),
+            whole(own.log_norm),
+        )
+
+    def _of_head(self, hidden: Tensor, targets: Tensor, walk: Walk, candidates: Tensor | None) -> Outputs:
+        if self._config.score_head:
+            return Outputs(token_scores(hidden, self.model))
+        head, chunk_tokens = output_head(self.model), self._spec.logprob_chunk_tokens
+        return head_outputs(hidden, head, targets, walk, candidates, chunk_tokens)
+
+    def top(self, hidden: Tensor, micro_batch: MicroBatch, asked: TopRequest) -> TopLogprobs:
+        """See `Backend`. Raises ValueError for a model with a score head."""
+        top = top_logprobs(
+            hidden,
+            output_head(self.model),
+            asked.k,
+            temperature=asked.temperature,
+            chunk_tokens=self._spec.logprob_chunk_tokens,
+            below=asked.below,
+        )
+        mine, context = self.model.scored_here(micro_batch), self.model.context
+        if mine is None or context is None:
+            return top
+        count = len(micro_batch.targets)
+        return replace(top, ids=context.whole(top.ids, mine, count), logprobs=context.whole(top.logprobs, mine, count))
+
+    def share(self, values: Tensor) -> Tensor:
+        """See `Backend`: what the last pipeline stages hold."""
+        return from_last_stages(values)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """See `Backend`."""
+        return adapters_off(self.model)
+
+    # -- weights out and in
+
+    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """See `Backend`."""
+        return self.store.weights()
+
+    def sections(self, prefix: str) -> Iterator[tuple[str, Iterator[Packed]]]:
+        """See `Backend`."""
+        return self.store.sections(None if self._trained is None else self.optimizer, prefix)
+
+    def write_beside(self, folder: Path, prefix: str) -> None:
+        """See `Backend`."""
+        self.store.write_beside(folder, None if self._trained is None else self.optimizer, prefix)
+
+    def load(self, folder: Path, updates: int | None, prefix: str) -> None:
+        """See `Backend`."""
+        self.store.load_weights(folder, prefix)
+        if self._trained is not None:
+            self.optimizer.reload_main_params()
+            if updates is not None:
+                self.store.load_optimizer(folder / f"{prefix}optimizer", self.optimizer, updates)
