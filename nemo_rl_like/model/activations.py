@@ -162,8 +162,8 @@ class Activations:
         return INT64 * (2 * self.rows.tokens + 3 * self.rows.scored) + masks
 
     def _rotary(self) -> int:
-        """Cosines and sines, each half a head wide."""
-        return self._tokens * self.config.head_dim * self.itemsize
+        """Cosines and sines, each half as wide as the turned part of a head."""
+        return self._tokens * self.config.rotary_dim * self.itemsize
 
     # -- what a moment adds to that
 

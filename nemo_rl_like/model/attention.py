@@ -24,9 +24,9 @@ class Rotary:
     """Cosines and sines of a micro-batch's positions."""
 
     cos: Tensor
-    """[s, b, 1, head_dim / 2]"""
+    """[s, b, 1, turned / 2], for heads of which positions turn the first `turned` channels"""
     sin: Tensor
-    """[s, b, 1, head_dim / 2]"""
+    """[s, b, 1, turned / 2]"""
 
 
 class AttentionLayout(Protocol):
@@ -51,7 +51,7 @@ def rotary_of(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amp
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate `x` [s, b, heads, d] by its positions, halves convention: (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """Rotate `x` [s, b, heads, d] by its positions, halves convention: (x1 cos - x2 sin, x2 cos + x1 sin), rest."""
     return _Rotate.apply(x, rotary.cos, rotary.sin)
 
 
@@ -70,12 +70,15 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """`rotate` without autograd, for cosines and sines that broadcast with [..., d / 2]; `out` must not overlap `x`."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    """`rotate` without autograd, for cosines and sines that broadcast with [..., turned / 2]; `out` must not overlap `x`."""
+    half = cos.shape[-1]
+    turned = 2 * half
+    first, second = x[..., :half], x[..., half:turned]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half:turned]).addcmul_(first, sin)
+    if turned < x.shape[-1]:
+        out[..., turned:] = x[..., turned:]
     return out
 
 

@@ -73,7 +73,7 @@ class MegatronModel(GPTModel):
         self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
-        self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        self._frequencies = rotary_frequencies(shape.rotary_dim, shape.rope_theta, shape.rope_scaling)
         self._amplitude = rotary_amplitude(shape.rope_scaling)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:

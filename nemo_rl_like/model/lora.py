@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
-from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
+from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, QKV_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -135,11 +135,18 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
 
 def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
     """Raise InputError for a projection that cannot have an adapter in this model."""
-    wrong = [name for name in lora.targets if config.experts is not None and name in FFN_PROJECTIONS]
+    where = ""
+    without: set[str] = set()
+    if config.experts is not None:
+        without, where = set(FFN_PROJECTIONS), "in experts of a {family} model, and experts have no adapters"
+    elif config.packed:
+        without = {*QKV_PROJECTIONS, "gate_proj", "up_proj"}
+        where = "parts of one matrix in the files of a {family} model, where PEFT has one adapter for all of them"
+    wrong = [name for name in lora.targets if name in without]
     if wrong:
-        others = [name for name in config.projections if name not in FFN_PROJECTIONS]
+        others = [name for name in config.projections if name not in without]
         raise InputError(
-            f"policy.lora.targets has {', '.join(wrong)}, which are in experts of a {config.family} model, and experts have no adapters; "
+            f"policy.lora.targets has {', '.join(wrong)}, which are {where.format(family=config.family)}; "
             f"use targets: [{', '.join(others)}]"
         )
 

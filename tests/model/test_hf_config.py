@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, MixtralConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES
@@ -19,6 +19,7 @@ CONFIGS = (
     Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True),
     Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_theta=1e6),
     MixtralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6),
+    Phi3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, partial_rotary_factor=0.75),
     Qwen3MoeConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=6, num_experts_per_tok=2
     ),
@@ -36,6 +37,7 @@ def test_what_is_written_is_read_back_here_and_by_transformers(config: LlamaConf
     assert theirs.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"] == shape.rope_theta
     for name in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "eos_token_id"):
         assert getattr(theirs, name) == getattr(config, name), name
+    assert theirs.rope_parameters.get("partial_rotary_factor", 1.0) == shape.rotary_share
     for name in ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
         assert getattr(theirs, name, None) == getattr(config, name, None), name
 
@@ -51,7 +53,7 @@ def test_the_older_rope_theta_is_read_too() -> None:
     [
         (
             {"model_type": "bloom"},
-            "model_type is 'bloom'; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+            "model_type is 'bloom'; supported are llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe",
         ),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
@@ -70,6 +72,14 @@ def test_the_older_rope_theta_is_read_too() -> None:
         ({"vocab_size": None}, "vocab_size is None"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
+        ({"model_type": "phi3", "architectures": None, "resid_pdrop": 0.1}, "resid_pdrop is not 0"),
+        ({"model_type": "phi3", "architectures": None, "partial_rotary_factor": 1.5}, "expected in (0, 1]"),
+        ({"model_type": "phi3", "architectures": None, "partial_rotary_factor": 0.2}, "positions turn 0.2"),
+        (
+            {"model_type": "phi3", "architectures": None, "rope_parameters": {"rope_type": "longrope"}},
+            "rope_type is 'longrope'; supported are default",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change: dict[str, object], named: str) -> None:
@@ -139,7 +149,7 @@ def test_a_layout_that_does_not_divide_the_model_says_which_do() -> None:
 def test_the_vocabulary_is_padded_to_the_ranks() -> None:
     shape = ModelConfig.from_hf_dict({**BASE, "vocab_size": 131})
     assert [shape.padded_vocab(tp) for tp in (1, 2, 3)] == [131, 132, 132]
-    assert set(FAMILIES) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+    assert set(FAMILIES) == {"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"}
 
 
 def test_a_classifier_of_one_label_has_a_score_head_and_no_logits() -> None:

@@ -15,6 +15,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -29,7 +31,7 @@ from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 VOCAB = 131
 """Odd, so that two tensor-parallel ranks need padding."""
-DENSE = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "llama_tied", "mistral", "phi3", "qwen2", "qwen3")
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 FAMILIES = (*DENSE, *MIXTURES)
@@ -58,6 +60,9 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
         model = MistralForCausalLM(MistralConfig(**{**_SHAPE, **_OWN_KEYS}, head_dim=16, sliding_window=None))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
+    elif family == "phi3":
+        no_padding = {"pad_token_id": None, "eos_token_id": 1, "partial_rotary_factor": 0.75}
+        model = Phi3ForCausalLM(Phi3Config(**_SHAPE, **no_padding))
     elif family == "mixtral":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
         model = MixtralForCausalLM(MixtralConfig(**_SHAPE, head_dim=16, **experts))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nemo_rl_like.model.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from nemo_rl_like.model.families import llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from nemo_rl_like.model.families.family import ExpertNames, Family
 
-_MODULES = (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_MODULES = (llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By `model_type`."""
 

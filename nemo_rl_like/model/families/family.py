@@ -38,6 +38,12 @@ class Family:
     """A `sliding_window` in config.json is attended within; False: only with `use_sliding_window: true` (Qwen)."""
     default_window: int | None = None
     """`sliding_window` of a config.json that does not say."""
+    packed: bool = False
+    """A file has one tensor of queries, keys and values, one below the other, and one of gate and up (`qkv_proj`, `gate_up_proj`)."""
+    rotary_share: float | None = None
+    """`partial_rotary_factor` of a config.json that does not say; None: positions turn whole heads."""
+    rope_kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
+    """How transformers can stretch its positions."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm where config.json gives none."""
     experts: ExpertNames | None = None
