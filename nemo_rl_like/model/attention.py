@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemo_rl_like.model.context import ContextRanks
+from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.row_places import RowPairs
 
 
@@ -32,8 +33,8 @@ class Rotary:
 class AttentionLayout(Protocol):
     """Which tokens attend to which. Tensors are this rank's heads, with rotary positions applied."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]. `layer` counts this stage's layers from 1."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]. `layer` tells the layers of a stage apart."""
         ...
 
     def to(self, device: torch.device, dtype: torch.dtype) -> AttentionLayout:
@@ -98,6 +99,8 @@ class AttentionCall:
 
     layout: AttentionLayout
     rotary: Rotary
+    window_rotary: Rotary | None = None
+    """Of layers that attend within a window, where they turn positions in a way of their own (Gemma 3)."""
     padding: int = 0
     """Places at the end that belong to no token; the layout does not know them."""
     rows: RowPairs | None = None
@@ -107,6 +110,10 @@ class AttentionCall:
     qkv_format: str = "sbhd"
     """Read by Megatron: keep [s, b, heads, d], do not flatten."""
 
+    def rotary_for(self, scores: Scores) -> Rotary:
+        """Of a layer with these scores."""
+        return self.rotary if self.window_rotary is None or scores.window is None else self.window_rotary
+
     def attend(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
@@ -115,21 +122,3 @@ class AttentionCall:
         if self.context is None:
             return whole(query, key, value)
         return self.context.by_heads(whole, query, key, value)
-
-
-def scaled_dot_product(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None = None
-) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v with grouped heads.
-
-    [B, q, heads, d], [B, k, kv_heads, d] twice -> [B, q, heads, d]; `mask` is additive, broadcastable to [B, heads, q, k].
-    """
-    out = functional.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
-    return out.transpose(1, 2)

@@ -9,12 +9,17 @@ from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES, ExpertNames, Family
+from nemo_rl_like.model.families.family import Activation
+from nemo_rl_like.model.hf_attention import PLAIN_ATTENTION, AttentionConfig, AttentionReader
 from nemo_rl_like.model.hf_fields import HfFields
-from nemo_rl_like.model.hf_rope import RopeReader, rope_to_hf_dict
+from nemo_rl_like.model.hf_rope import RopeReader, rope_by_layer, rope_to_hf_dict
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
 _DEFAULT_INIT_STD = 0.02
+_LOGIT_CAP = "final_logit_softcapping"
+_ACTIVATIONS: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+"""Hugging Face's names."""
 QKV_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """Matrices that one product computes before attention."""
 FFN_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -37,7 +42,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention; dense, or with experts in every layer."""
+    """A decoder: rotary positions, grouped-query attention, and what its family is like; dense, or with experts in every layer."""
 
     family: str
     """Key of `FAMILIES`."""
@@ -59,7 +64,7 @@ class ModelConfig:
     rope_theta: float
     """Base of the rotary position embedding."""
     norm_eps: float
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every norm."""
     tie_embeddings: bool
     """The output head is the input embedding."""
     init_std: float = _DEFAULT_INIT_STD
@@ -73,23 +78,19 @@ class ModelConfig:
     """One number a token in the place of logits (a reward model or a critic); the output head is then gone."""
     rotary_share: float = 1.0
     """Share of a head's channels, from its first on, that positions turn (`partial_rotary_factor`)."""
+    attention: AttentionConfig = PLAIN_ATTENTION
+    """What differs from plain causal attention."""
+    window_rope_theta: float | None = None
+    """Base of rotary positions in layers with a window; None: they turn positions as the others do."""
+    logit_cap: float | None = None
+    """Logits z become cap tanh(z / cap); None: they stay."""
     experts: ExpertsConfig | None = None
     """What stands in the place of the feed-forward layer; None: a dense model."""
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether the query, key and value projections have a bias (Qwen2)."""
-        return FAMILIES[self.family].qkv_bias
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys pass an RMSNorm of their own (Qwen3)."""
-        return FAMILIES[self.family].qk_norm
-
-    @property
-    def packed(self) -> bool:
-        """Whether a file has one tensor of queries, keys and values, and one of gate and up (Phi-3)."""
-        return FAMILIES[self.family].packed
+    def traits(self) -> Family:
+        """What its family is like."""
+        return FAMILIES[self.family]
 
     @property
     def rotary_dim(self) -> int:
@@ -119,8 +120,7 @@ class ModelConfig:
             "k_proj": (keys, hidden),
             "v_proj": (keys, hidden),
             "o_proj": (hidden, queries),
-            "gate_proj": (ffn, hidden),
-            "up_proj": (ffn, hidden),
+            **dict.fromkeys(self.traits.projections, (ffn, hidden)),
             "down_proj": (hidden, ffn),
         }
 
@@ -184,11 +184,14 @@ class ModelConfig:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": _ACTIVATIONS[self.traits.activation],
+            self.traits.activation_key: _ACTIVATIONS[self.traits.activation],
             "initializer_range": self.init_std,
-            "rms_norm_eps": self.norm_eps,
+            self.traits.norm_eps_key: self.norm_eps,
             **self.experts_to_hf_dict(),
             **self.positions_to_hf_dict(),
+            **self.attention.to_hf_dict(self.traits),
+            **({_LOGIT_CAP: self.logit_cap} if self.traits.logit_caps else {}),
             "tie_word_embeddings": self.tie_embeddings,
             "attention_dropout": 0.0,
             "use_cache": True,
@@ -197,12 +200,12 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             "torch_dtype": dtype,
             "dtype": dtype,
-            **FAMILIES[self.family].written,
+            **self.traits.written,
         }
 
     def experts_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that describes the experts; empty for a dense model."""
-        names, experts = FAMILIES[self.family].experts, self.experts
+        names, experts = self.traits.experts, self.experts
         if names is None or experts is None:
             return {}
         normalize = {} if names.normalize is None else {names.normalize: experts.normalize}
@@ -215,18 +218,18 @@ class ModelConfig:
 
     def positions_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that says how positions turn and how far they go."""
-        share = None if FAMILIES[self.family].rotary_share is None else self.rotary_share
-        return {
-            "max_position_embeddings": self.max_positions,
-            **rope_to_hf_dict(self.rope_theta, self.rope_scaling, share),
-        }
+        share = None if self.traits.rotary_share is None else self.rotary_share
+        rope = rope_to_hf_dict(self.rope_theta, self.rope_scaling, share)
+        if self.window_rope_theta is not None:
+            rope = rope_by_layer(rope, self.window_rope_theta)
+        return {"max_position_embeddings": self.max_positions, **rope}
 
     def head_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that says what the model ends in."""
         if not self.score_head:
-            return {"architectures": [FAMILIES[self.family].architecture]}
+            return {"architectures": [self.traits.architecture]}
         return {
-            "architectures": [FAMILIES[self.family].score_architecture],
+            "architectures": [self.traits.score_architecture],
             "id2label": {"0": "score"},
             "label2id": {"score": 0},
         }
@@ -235,16 +238,16 @@ class ModelConfig:
         """Raise InputError, which starts with `source`, unless the model ends in logits: a reward model or critic writes nothing."""
         if self.score_head:
             raise InputError(
-                f"{source}: {FAMILIES[self.family].score_architecture} gives one score a token and no logits (a reward model or critic); "
-                f"use a {FAMILIES[self.family].architecture}"
+                f"{source}: {self.traits.score_architecture} gives one score a token and no logits (a reward model or critic); "
+                f"use a {self.traits.architecture}"
             )
 
     def require_score(self, source: str) -> None:
         """Raise InputError, which starts with `source`, unless the model ends in a score."""
         if not self.score_head:
             raise InputError(
-                f"{source}: {FAMILIES[self.family].architecture} writes text and gives no scores; train a reward model from it (stage "
-                f"`reward_model`), or use a {FAMILIES[self.family].score_architecture} of one label"
+                f"{source}: {self.traits.architecture} writes text and gives no scores; train a reward model from it (stage "
+                f"`reward_model`), or use a {self.traits.score_architecture} of one label"
             )
 
     def check_layout(self, layout: LayoutSpec) -> None:
@@ -318,10 +321,11 @@ class _Reader(HfFields):
         family = self._family()
         self._refuse_unsupported(family)
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        layers = self.integer("num_hidden_layers")
         kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise self.error("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} query heads")
-        head_dim = self.integer("head_dim", hidden // heads)
+        head_dim = self.integer("head_dim", family.head_dim or hidden // heads)
         max_positions = self.integer("max_position_embeddings", 2048)
         rope = RopeReader(self._raw, self._source)
         share = rope.share(family.rotary_share)
@@ -333,16 +337,19 @@ class _Reader(HfFields):
             hidden_size=hidden,
             intermediate_size=self.integer("intermediate_size"),
             experts=self._experts(family.experts),
-            layers=self.integer("num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             max_positions=max_positions,
-            rope_theta=rope.theta(),
+            rope_theta=rope.theta(family.rope_theta),
+            window_rope_theta=rope.window_theta(family.window_rope_theta),
             rope_scaling=rope.scaling(max_positions, family.rope_kinds),
             rotary_share=share,
-            norm_eps=self.number("rms_norm_eps", family.norm_eps),
-            tie_embeddings=bool(self._raw.get("tie_word_embeddings", False)),
+            attention=AttentionReader(self._raw, self._source).config(family, layers),
+            logit_cap=self.positive(_LOGIT_CAP, family.logit_cap),
+            norm_eps=self.number(family.norm_eps_key, family.norm_eps),
+            tie_embeddings=bool(self._raw.get("tie_word_embeddings", family.tie_embeddings)),
             init_std=self.number("initializer_range", _DEFAULT_INIT_STD),
             bos_token_id=self.token_id("bos_token_id"),
             eos_token_ids=self.token_ids("eos_token_id"),
@@ -389,16 +396,21 @@ class _Reader(HfFields):
         return True
 
     def _refuse_unsupported(self, family: Family) -> None:
-        if self._raw.get("hidden_act", "silu") != "silu":
-            raise self.error("hidden_act", f"is {self._raw['hidden_act']!r}; only 'silu' is supported")
+        key, activation = family.activation_key, _ACTIVATIONS[family.activation]
+        if (self._raw.get(key) or activation) != activation:
+            raise self.error(key, f"is {self._raw[key]!r}; only {activation!r} is supported")
+        if not family.logit_caps and self._raw.get(_LOGIT_CAP) is not None:
+            raise self.error(_LOGIT_CAP, f"is set; a {family.model_type} model's logits are not capped")
         for name in ("attention_bias", "mlp_bias"):
             if self._raw.get(name):
                 raise self.error(name, "is true; biases beyond Qwen2's query, key and value are not supported")
-        window = self._raw.get("sliding_window", family.default_window)
-        if window and (family.window_counts or self._raw.get("use_sliding_window")):
-            raise self.error("sliding_window", f"is {window}; only full attention is supported")
+        window = self._raw.get("sliding_window")
+        counts = family.windows is None and (family.window_counts or self._raw.get("use_sliding_window"))
+        if window and counts:
+            raise self.error("sliding_window", f"is {window}; only full attention is supported for {family.model_type}")
         kinds = self._raw.get("layer_types")
-        if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
+        typed = family.windows is not None and family.windows.typed
+        if not typed and isinstance(kinds, list) and set(kinds) - {"full_attention"}:
             raise self.error("layer_types", f"has {sorted(set(kinds))}; only 'full_attention' is supported")
         for name in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
             if self.number(name, 0.0):

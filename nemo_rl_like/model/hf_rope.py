@@ -14,6 +14,8 @@ from nemo_rl_like.spec.model import LinearRope, Llama3Rope, RopeScalingSpec, Yar
 _BLOCKS = ("rope_parameters", "rope_scaling")
 _ORIGINAL = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+_WINDOW_THETA = "rope_local_base_freq"
 
 
 class RopeReader:
@@ -22,11 +24,27 @@ class RopeReader:
     def __init__(self, raw: Mapping[str, object], source: str) -> None:
         self._raw, self._source = raw, source
         self._name, self._block = self._found()
+        self._of_window: Mapping[str, object] = {}
+        if _FULL in self._block:  # one block for each kind of layer
+            self._of_window, self._block = self._kind(_WINDOW), self._kind(_FULL)
 
-    def theta(self) -> float:
-        """Base of the frequencies."""
+    def theta(self, default: float) -> float:
+        """Base of the frequencies; `default` where the config does not say."""
         value = self._block.get("rope_theta", self._raw.get("rope_theta"))
-        return 10000.0 if value is None else self._number("rope_theta", value)
+        return default if value is None else self._number("rope_theta", value)
+
+    def window_theta(self, default: float | None) -> float | None:
+        """The same in layers with a window; `default` None: in a family whose layers all turn positions alike."""
+        if default is None:
+            if self._of_window:
+                raise self._error(_WINDOW, "is given; positions turn alike in all layers of this family")
+            return None
+        if self._of_window.get("rope_type", "default") != "default":
+            raise self._error(
+                f"{_WINDOW}.rope_type", f"is {self._of_window['rope_type']!r}; only 'default' is supported"
+            )
+        value = self._of_window.get("rope_theta", self._raw.get(_WINDOW_THETA))
+        return default if value is None else self._number(_WINDOW_THETA, value)
 
     def share(self, default: float | None) -> float:
         """Share of a head's channels that positions turn; `default` where the config does not say, None for a family that turns whole heads."""
@@ -68,6 +86,13 @@ class RopeReader:
             return name, value
         return _BLOCKS[0], {}
 
+    def _kind(self, name: str) -> Mapping[str, object]:
+        """What the block says of one kind of layer."""
+        value = self._block.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self._error(name, f"is {value!r}; expected an object")
+        return value
+
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: self._block[name] for name in names if self._block.get(name) is not None}
 
@@ -103,3 +128,9 @@ def rope_to_hf_dict(theta: float, scaling: RopeScalingSpec | None, share: float 
         values[_ORIGINAL] = values.pop("original_positions")
     block = {"rope_type": scaling.kind, **values, **part}
     return {"rope_theta": theta, **part, "rope_parameters": {"rope_theta": theta, **block}, "rope_scaling": block}
+
+
+def rope_by_layer(whole: Mapping[str, object], window_theta: float) -> dict[str, object]:
+    """What `rope_to_hf_dict` gives for layers that attend to everything, and the base of those with a window beside it."""
+    kinds = {_FULL: whole[_BLOCKS[0]], _WINDOW: {"rope_theta": window_theta, "rope_type": "default"}}
+    return {**whole, _BLOCKS[0]: kinds, _WINDOW_THETA: window_theta}

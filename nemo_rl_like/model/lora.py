@@ -139,9 +139,11 @@ def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
     without: set[str] = set()
     if config.experts is not None:
         without, where = set(FFN_PROJECTIONS), "in experts of a {family} model, and experts have no adapters"
-    elif config.packed:
+    elif config.traits.packed:
         without = {*QKV_PROJECTIONS, "gate_proj", "up_proj"}
         where = "parts of one matrix in the files of a {family} model, where PEFT has one adapter for all of them"
+    elif not config.traits.gated:
+        without, where = {"gate_proj"}, "not in a {family} model, whose feed-forward layers have no gate"
     wrong = [name for name in lora.targets if name in without]
     if wrong:
         others = [name for name in config.projections if name not in without]
@@ -156,7 +158,8 @@ def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype:
     by_columns = path in _CUT_BY_COLUMNS
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cut = 1 if by_columns else tp
-    rows = {name: config.projections[name][0] // cut for name in PROJECTIONS[path]}
+    shapes = {name: config.projections[name] for name in PROJECTIONS[path] if name in config.projections}
+    rows = {name: outputs // cut for name, (outputs, _) in shapes.items()}
     parts: dict[str, LowRank] = {
         name: LowRank(inputs, count, lora.rank, dtype, runtime.device())
         for name, count in rows.items()

@@ -17,6 +17,12 @@ from nemo_rl_like.spec.policy import LoraSpec
     [
         ("phi3", ("q_proj", "gate_proj"), "parts of one matrix in the files of a phi3 model", ("o_proj", "down_proj")),
         (
+            "nemotron",
+            ("gate_proj",),
+            "not in a nemotron model",
+            ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+        ),
+        (
             "mixtral",
             ("up_proj",),
             "in experts of a mixtral model",

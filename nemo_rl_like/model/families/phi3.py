@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_rl_like.model.families.family import Family
+from nemo_rl_like.model.families.family import Family, Windows
 
 FAMILY = Family(
     model_type="phi3",
@@ -11,5 +11,6 @@ FAMILY = Family(
     rotary_share=1.0,
     rope_kinds=(),
     norm_eps=1e-5,
-    written={"attention_bias": False, "sliding_window": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    windows=Windows(),
+    written={"attention_bias": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 )
