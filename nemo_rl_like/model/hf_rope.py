@@ -59,7 +59,7 @@ class RopeReader:
         kind = self._block.get("rope_type", self._block.get("type", "default"))
         if kind == "default":
             return None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise self._error("rope_type", f"is {kind!r}; supported are {', '.join(('default', *kinds))}")
         original = int(self._number(_ORIGINAL, self._block.get(_ORIGINAL, self._raw.get(_ORIGINAL, max_positions))))
         try:

@@ -100,11 +100,11 @@ class NormedLayer(LocalLayer):
 
     def after_attention(self, attended: Tensor) -> Tensor:
         """See `LocalLayer`."""
-        return self.post_attention_layernorm(attended)  # type: ignore[no-any-return]
+        return self.post_attention_layernorm(attended)
 
     def after_mlp(self, out: Tensor) -> Tensor:
         """See `LocalLayer`."""
-        return self.post_mlp_layernorm(out)  # type: ignore[no-any-return]
+        return self.post_mlp_layernorm(out)
 
 
 class LocalSelfAttention(SelfAttention):
