@@ -75,7 +75,7 @@ def write(model: PreTrainedModel, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config.to_hf_dict()), encoding="utf-8")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_engine_has_the_log_probs_of_a_family_before_and_after_updates(family: str, tmp_path: Path) -> None:
     first = make(family, 0)
