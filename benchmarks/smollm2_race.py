@@ -207,7 +207,7 @@ class Scorer:
     def __init__(self, spec: ExperimentSpec, folder: Path, threads: int) -> None:
         from nemo_rl_like.generation.embedded import EmbeddedEngine
         from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.policy.rank import PolicyRank
+        from nemo_rl_like.policy.rank import PolicyRank
         from nemo_rl_like.rollout.service import RolloutService
 
         evaluation = _stage(spec).evaluation

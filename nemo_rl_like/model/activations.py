@@ -121,7 +121,7 @@ class Activations:
         query = any(not block.padded for block in self.rows.blocks)
         key = any(not block.padded and not block.mask_rows for block in self.rows.blocks)
         copied = self._keys > self.config.head_dim  # with one group of heads, queries are a view too
-        if self.config.qk_norm:
+        if self.config.traits.qk_norm:
             # The key's norm keeps a view of what linear_qkv gave, the queries' norm a copy (one more view with one group), each a scale.
             norms = (q + 2 * k + q * copied) * e + FLOAT32 * (q + k) // self.config.head_dim
             return norms + (q * query + k * key) * e
@@ -132,7 +132,7 @@ class Activations:
     def _transformer_engine_attention(self) -> int:
         """Rotated queries and keys, values, output; log-sum-exp. Megatron's norm of queries and keys saves what enters it."""
         q, k = self._queries, self._keys
-        normed = q + (q + 2 * k) if self.config.qk_norm else 0
+        normed = q + (q + 2 * k) if self.config.traits.qk_norm else 0
         return self._tokens * ((2 * q + 2 * k + normed) * self.itemsize + FLOAT32 * self._heads)
 
     def feed_forward(self) -> int:
@@ -162,8 +162,8 @@ class Activations:
         return INT64 * (2 * self.rows.tokens + 3 * self.rows.scored) + masks
 
     def _rotary(self) -> int:
-        """Cosines and sines, each half a head wide."""
-        return self._tokens * self.config.head_dim * self.itemsize
+        """Cosines and sines, each half as wide as the turned part of a head."""
+        return self._tokens * self.config.rotary_dim * self.itemsize
 
     # -- what a moment adds to that
 

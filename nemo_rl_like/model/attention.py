@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemo_rl_like.model.context import ContextRanks
+from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.row_places import RowPairs
 
 
@@ -24,16 +25,16 @@ class Rotary:
     """Cosines and sines of a micro-batch's positions."""
 
     cos: Tensor
-    """[s, b, 1, head_dim / 2]"""
+    """[s, b, 1, turned / 2], for heads of which positions turn the first `turned` channels"""
     sin: Tensor
-    """[s, b, 1, head_dim / 2]"""
+    """[s, b, 1, turned / 2]"""
 
 
 class AttentionLayout(Protocol):
     """Which tokens attend to which. Tensors are this rank's heads, with rotary positions applied."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]. `layer` counts this stage's layers from 1."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]. `layer` tells the layers of a stage apart."""
         ...
 
     def to(self, device: torch.device, dtype: torch.dtype) -> AttentionLayout:
@@ -51,7 +52,7 @@ def rotary_of(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amp
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate `x` [s, b, heads, d] by its positions, halves convention: (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """Rotate `x` [s, b, heads, d] by its positions, halves convention: (x1 cos - x2 sin, x2 cos + x1 sin), rest."""
     return _Rotate.apply(x, rotary.cos, rotary.sin)
 
 
@@ -70,12 +71,15 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """`rotate` without autograd, for cosines and sines that broadcast with [..., d / 2]; `out` must not overlap `x`."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    """`rotate` without autograd, for cosines and sines that broadcast with [..., turned / 2]; `out` must not overlap `x`."""
+    half = cos.shape[-1]
+    turned = 2 * half
+    first, second = x[..., :half], x[..., half:turned]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half:turned]).addcmul_(first, sin)
+    if turned < x.shape[-1]:
+        out[..., turned:] = x[..., turned:]
     return out
 
 
@@ -95,6 +99,8 @@ class AttentionCall:
 
     layout: AttentionLayout
     rotary: Rotary
+    window_rotary: Rotary | None = None
+    """Of layers that attend within a window, where they turn positions in a way of their own (Gemma 3)."""
     padding: int = 0
     """Places at the end that belong to no token; the layout does not know them."""
     rows: RowPairs | None = None
@@ -104,6 +110,10 @@ class AttentionCall:
     qkv_format: str = "sbhd"
     """Read by Megatron: keep [s, b, heads, d], do not flatten."""
 
+    def rotary_for(self, scores: Scores) -> Rotary:
+        """Of a layer with these scores."""
+        return self.rotary if self.window_rotary is None or scores.window is None else self.window_rotary
+
     def attend(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
@@ -112,21 +122,3 @@ class AttentionCall:
         if self.context is None:
             return whole(query, key, value)
         return self.context.by_heads(whole, query, key, value)
-
-
-def scaled_dot_product(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None = None
-) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v with grouped heads.
-
-    [B, q, heads, d], [B, k, kv_heads, d] twice -> [B, q, heads, d]; `mask` is additive, broadcastable to [B, heads, q, k].
-    """
-    out = functional.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
-    return out.transpose(1, 2)

@@ -7,12 +7,13 @@ once per micro-batch and used by all layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from nemo_rl_like.model.attention import scaled_dot_product
+from nemo_rl_like.model.attention_rows import causal_attention, scaled_dot_product
+from nemo_rl_like.model.hf_attention import PLAIN, Scores
 
 _MAX_WASTE = 1.25
 """Rows share a block while padding them to the longest costs at most this factor."""
@@ -22,10 +23,10 @@ _MAX_WASTE = 1.25
 class CausalLayout:
     """[b, s] rows padded on the right; a token attends to itself and to what stands before it in its row."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `AttentionLayout`."""
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        return scaled_dot_product(q, k, v, causal=True).transpose(0, 1).flatten(2)
+        return causal_attention(q, k, v, scores).transpose(0, 1).flatten(2)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> CausalLayout:
         """See `AttentionLayout`."""
@@ -99,10 +100,10 @@ class PackedLayout:
             start = blocks[-1].stop
         return cls(tuple(blocks), cuts, max(lengths))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `AttentionLayout`."""
         parts = zip(self.blocks, *(_cut(x, self.blocks) for x in (query, key, value)), strict=True)
-        return _joined([_causal(block, q, k, v) for block, q, k, v in parts])
+        return _joined([_causal(block, q, k, v, scores) for block, q, k, v in parts])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> PackedLayout:
         """See `AttentionLayout`."""
@@ -121,13 +122,18 @@ class PrefixBlock:
     """int64 [responses] row in `prompts`."""
     mask: Tensor
     """[responses or 1, 1, response width, prompt width + response width] 0 where a response token attends, else -inf."""
+    prompt_lengths: Tensor
+    """int64 [responses or 1] tokens of each response's prompt."""
+    window_masks: dict[int, Tensor] = field(default_factory=dict)
+    """By window: `mask` within it, made when a layer asks first."""
 
     @classmethod
     def of(cls, start: int, prompt_lengths: Sequence[int], responses: Sequence[tuple[int, int]]) -> PrefixBlock:
         """Prompts of these lengths from token `start` on, then one response per (prompt row, length > 0)."""
         prompts = RowBlock.of(start, prompt_lengths)
         if not responses:
-            return cls(prompts, None, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+            none = torch.zeros(0, dtype=torch.int64)
+            return cls(prompts, None, none, torch.zeros(0), none)
         own = RowBlock.of(prompts.stop, [length for _, length in responses])
         prompt_of_response = torch.tensor([row for row, _ in responses])
         visible = torch.tensor(prompt_lengths)[prompt_of_response]
@@ -137,21 +143,37 @@ class PrefixBlock:
         on_own = torch.ones(own.width, own.width, dtype=torch.bool).tril().expand(len(visible), -1, -1)
         allowed = torch.cat([on_prompt, on_own], dim=2)[:, None]
         mask = torch.zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
-        return cls(prompts, own, prompt_of_response, mask)
+        return cls(prompts, own, prompt_of_response, mask, visible)
 
     @property
     def parts(self) -> tuple[RowBlock, ...]:
         """The prompts and, if there are any, the responses."""
         return (self.prompts,) if self.responses is None else (self.prompts, self.responses)
 
-    def attend(self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    def attend(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], scores: Scores
+    ) -> list[Tensor]:
         """[tokens, heads, d] of each of `parts` -> outputs [tokens, heads * d] of each."""
-        outputs = [_causal(self.prompts, queries[0], keys[0], values[0])]
+        outputs = [_causal(self.prompts, queries[0], keys[0], values[0], scores)]
         if self.responses is not None:
             k, v = (self._prompt_and_own(x[0], x[1], self.responses) for x in (keys, values))
-            rows = scaled_dot_product(self.responses.to_rows(queries[1]), k, v, causal=False, mask=self.mask)
+            mask = self._mask_within(scores.window)
+            rows = scaled_dot_product(self.responses.to_rows(queries[1]), k, v, causal=False, mask=mask, scores=scores)
             outputs.append(self.responses.to_tokens(rows))
         return outputs
+
+    def _mask_within(self, window: int | None) -> Tensor:
+        """`mask`, and -inf at keys that stand `window` or more positions before a response's token."""
+        own, device = self.mask.shape[2], self.mask.device
+        if window is None or window >= self.prompts.width + own:
+            return self.mask
+        if window not in self.window_masks:
+            of_own = torch.arange(own, device=device)
+            to_prompt = of_own[:, None] - torch.arange(self.prompts.width, device=device)
+            to_own = (of_own[:, None] - of_own).expand(len(self.prompt_lengths), -1, -1)
+            distance = torch.cat([self.prompt_lengths[:, None, None] + to_prompt, to_own], dim=2)[:, None]
+            self.window_masks[window] = self.mask.masked_fill(distance >= window, float("-inf"))
+        return self.window_masks[window]
 
     def _prompt_and_own(self, prompts: Tensor, own: Tensor, responses: RowBlock) -> Tensor:
         prompt = self.prompts.to_rows(prompts).index_select(0, self.prompt_of_response)
@@ -164,6 +186,7 @@ class PrefixBlock:
             None if self.responses is None else self.responses.to(device),
             self.prompt_of_response.to(device),
             self.mask.to(device, dtype),
+            self.prompt_lengths.to(device),
         )
 
 
@@ -173,14 +196,15 @@ class SharedPrefixLayout:
 
     blocks: tuple[PrefixBlock, ...]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `AttentionLayout`."""
         parts = [part for block in self.blocks for part in block.parts]
         pieces = [_cut(x, parts) for x in (query, key, value)]
         outputs, first = [], 0
         for block in self.blocks:
             stop = first + len(block.parts)
-            outputs += block.attend(*(x[first:stop] for x in pieces))
+            queries, keys, values = (x[first:stop] for x in pieces)
+            outputs += block.attend(queries, keys, values, scores)
             first = stop
         return _joined(outputs)
 
@@ -210,8 +234,8 @@ def _cut(tokens: Tensor, blocks: Sequence[RowBlock]) -> Sequence[Tensor]:
     return pieces
 
 
-def _causal(block: RowBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    rows = scaled_dot_product(block.to_rows(q), block.to_rows(k), block.to_rows(v), causal=True)
+def _causal(block: RowBlock, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    rows = causal_attention(block.to_rows(q), block.to_rows(k), block.to_rows(v), scores)
     return block.to_tokens(rows)
 
 

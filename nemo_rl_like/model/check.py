@@ -135,9 +135,9 @@ def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtyp
     """Logits [row length, vocab] of each row."""
     from transformers import AutoModelForCausalLM
 
-    # Experts one after the other: transformers' grouped products know no float64.
+    # Experts one after the other: transformers' grouped products know no float64. Attention too: its fused kernels leave out Gemma 2's cap.
     model = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=dtype, local_files_only=True, experts_implementation="eager"
+        str(folder), dtype=dtype, local_files_only=True, experts_implementation="eager", attn_implementation="eager"
     ).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([row])).logits[0] for row in tokens]

@@ -19,8 +19,10 @@ from torch.nn import functional
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import AttentionLayout
 from nemo_rl_like.model.attention_layouts import PackedLayout
+from nemo_rl_like.model.attention_rows import cap_scores
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import OutputHead, full_logits, output_head, token_logprobs
+from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.mcore import parallel_state
 
 _PREFILL_TOKENS = 8192
@@ -108,10 +110,10 @@ class _PrefillLayout:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Layer number -> keys and values [tokens, kv, d]."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
         """See `AttentionLayout`."""
         self.kept[layer] = (key.squeeze(1), value.squeeze(1))
-        return self.packed.attend(layer, query, key, value)
+        return self.packed.attend(layer, query, key, value, scores)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> _PrefillLayout:
         """See `AttentionLayout`."""
@@ -128,30 +130,47 @@ class _StepLayout:
     """Own tokens before this one."""
     hidden_prompt: Tensor | None
     """bool [G, 1, 1, P] true behind a prompt's end; None: prompts of one length."""
+    prompt_lengths: Tensor
+    """int64 [G]"""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """softmax(q [k_prompt, k_own]^T / sqrt(d)) [v_prompt, v_own]; a prompt's samples share one product with it."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
+        """softmax(cap(scale q [k_prompt, k_own]^T)) [v_prompt, v_own]; a prompt's samples share one product with it."""
         cache, length = self.caches[layer], self.step + 1
         cache.append(self.grid, self.step, key.squeeze(1), value.squeeze(1))
         rows, heads, width = query.shape[0], query.shape[2], query.shape[3]
         kv = key.shape[2]
-        scaled = (query * (1 / math.sqrt(width))).view(rows, kv, heads // kv, width)
+        scale = 1 / math.sqrt(width) if scores.scale is None else scores.scale
+        scaled = (query * scale).view(rows, kv, heads // kv, width)
         q = self.grid.spread(scaled)  # [G, kv, K, n, d]
         groups, _, samples, share, _ = q.shape
         q = q.reshape(groups * kv, samples * share, width).contiguous()
         prompt_keys, prompt_values = cache.prompt_keys.flatten(0, 1), cache.prompt_values.flatten(0, 1)
-        own_keys = cache.own_keys.flatten(0, 2)[:, :length]
-        own_values = cache.own_values.flatten(0, 2)[:, :length]
+        first = 0 if scores.window is None else max(0, length - scores.window)
+        own_keys = cache.own_keys.flatten(0, 2)[:, first:length]
+        own_values = cache.own_values.flatten(0, 2)[:, first:length]
         on_prompt = torch.bmm(q, prompt_keys.transpose(1, 2))
-        on_own = torch.bmm(q.view(-1, share, width), own_keys.transpose(1, 2)).view(*on_prompt.shape[:2], length)
-        if self.hidden_prompt is not None:
-            on_prompt.view(groups, kv, samples * share, -1).masked_fill_(self.hidden_prompt, float("-inf"))
+        on_own = torch.bmm(q.view(-1, share, width), own_keys.transpose(1, 2)).view(
+            *on_prompt.shape[:2], length - first
+        )
+        if scores.cap is not None:
+            on_prompt, on_own = (cap_scores(x, scores.cap) for x in (on_prompt, on_own))
+        hidden = self._hidden(scores.window, on_prompt.shape[2])
+        if hidden is not None:
+            on_prompt.view(groups, kv, samples * share, -1).masked_fill_(hidden, float("-inf"))
         weights = torch.cat([on_prompt, on_own], dim=2).softmax(dim=2, dtype=torch.float32).to(query.dtype)
         prompt_tokens = on_prompt.shape[2]
         out = torch.bmm(weights[:, :, :prompt_tokens], prompt_values).view(-1, share, width)
-        own = weights.view(-1, share, prompt_tokens + length)[:, :, prompt_tokens:]
+        own = weights.view(-1, share, weights.shape[2])[:, :, prompt_tokens:]
         out = torch.baddbmm(out, own, own_values).view(groups, kv, samples, share, width)
         return self.grid.collect(out).unsqueeze(1)
+
+    def _hidden(self, window: int | None, longest: int) -> Tensor | None:
+        """bool [G, 1, 1, longest] which places of prompts this step's tokens do not attend to; None: to all."""
+        if window is None or window > longest + self.step:
+            return self.hidden_prompt
+        columns = torch.arange(longest, device=self.prompt_lengths.device)
+        before = (columns <= self.prompt_lengths[:, None] + (self.step - window))[:, None, None, :]
+        return before if self.hidden_prompt is None else before | self.hidden_prompt
 
     def to(self, device: torch.device, dtype: torch.dtype) -> _StepLayout:
         """See `AttentionLayout`; everything is on the model's device already."""
@@ -215,7 +234,7 @@ class DecodeState:
         if bool((self._lengths != longest).any()):
             columns = torch.arange(longest, device=self._lengths.device)
             hidden = (columns >= self._lengths[:, None])[:, None, None, :]
-        layout = _StepLayout(self._caches, self._grid, self._step, hidden)
+        layout = _StepLayout(self._caches, self._grid, self._step, hidden, self._lengths)
         positions = self._lengths[self._group_of_row] + self._step
         self._step += 1
         return layout, positions

@@ -9,7 +9,8 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import FP8_ALIGNMENT, MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
-from nemo_rl_like.model.local_layers import RmsNorm, local_layer_spec
+from nemo_rl_like.model.local_layers import local_layer_spec
+from nemo_rl_like.model.local_norms import NORMS
 from nemo_rl_like.model.mcore import (
     ModuleSpec,
     TransformerBlockSubmodules,
@@ -90,8 +91,9 @@ def _spec(config: ModelConfig, megatron: TransformerConfig, adapters: bool) -> M
     if runtime.on_cuda():
         return _transformer_engine_spec(config, adapters)
     count = get_num_layers_to_build(megatron)
-    layer = local_layer_spec(config.qk_norm, config.experts.count if config.experts else None)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[local_layer_spec(config)] * count, layer_norm=NORMS[config.traits.norm]
+    )
 
 
 def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
@@ -100,7 +102,24 @@ def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
         raise InputError(
             f"training on CUDA {able.reason}; install it, or hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
         )
+    lacking = _not_on_transformer_engine(config)
+    if lacking:
+        raise InputError(
+            f"the {config.family} model has {' and '.join(lacking)}, which this package's layers on Transformer Engine lack; "
+            "hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
+        )
     from nemo_rl_like.model.te_attention import transformer_engine_spec
 
     experts = config.experts.count if config.experts else None
-    return transformer_engine_spec(config.qk_norm, experts, fuse_norms=not adapters)
+    return transformer_engine_spec(config.traits.qk_norm, experts, fuse_norms=not adapters)
+
+
+def _not_on_transformer_engine(config: ModelConfig) -> list[str]:
+    """What the model needs that the layers of `te_attention` do not have."""
+    lacking = {
+        "a sliding window": config.attention.window is not None,
+        "capped attention scores": config.attention.score_cap is not None,
+        "scores scaled by a number of their own": config.attention.score_scalar is not None,
+        "norms behind attention and feed-forward layers": config.traits.post_norms,
+    }
+    return [name for name, needed in lacking.items() if needed]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotary_of
+from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, Rotary, rotary_of
 from nemo_rl_like.model.context import ContextRanks
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.layouts import MicroBatch
@@ -73,8 +73,13 @@ class MegatronModel(GPTModel):
         self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
-        self._frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        for layer in self.decoder.layers:
+            layer.self_attention.scores = shape.attention.scores(layer.layer_number - 1)
+        self._frequencies = rotary_frequencies(shape.rotary_dim, shape.rope_theta, shape.rope_scaling)
         self._amplitude = rotary_amplitude(shape.rope_scaling)
+        self._window_frequencies: Tensor | None = None
+        if shape.window_rope_theta is not None:
+            self._window_frequencies = rotary_frequencies(shape.rotary_dim, shape.window_rope_theta)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [M, H] that predict the micro-batch's targets, with context parallelism those of `scored_here`; before the last
@@ -122,21 +127,31 @@ class MegatronModel(GPTModel):
             input_ids, position_ids = self.context.part(input_ids), self.context.part(position_ids)
         embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
         self.decoder.training = torch.is_grad_enabled()  # recomputes layers in training only
-        if self._frequencies.device != position_ids.device:
-            self._frequencies = self._frequencies.to(position_ids.device)
-        rotary = rotary_of(position_ids, self._frequencies, self.dtype, self._amplitude)
+        rotary, window_rotary = self._rotary(position_ids)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=AttentionCall(layout, rotary, padding, rows, self.context),
+            packed_seq_params=AttentionCall(layout, rotary, window_rotary, padding, rows, self.context),
         )
         if self.post_process and self.config.sequence_parallel:
             # The heads' gradients are whole on every rank, so the backward only cuts them.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden
 
+    def _rotary(self, position_ids: Tensor) -> tuple[Rotary, Rotary | None]:
+        """Cosines and sines of positions [b, s], and those of layers with a window where they differ."""
+        if self._frequencies.device != position_ids.device:
+            self._frequencies = self._frequencies.to(position_ids.device)
+        rotary = rotary_of(position_ids, self._frequencies, self.dtype, self._amplitude)
+        if self._window_frequencies is None:
+            return rotary, None
+        self._window_frequencies = self._window_frequencies.to(position_ids.device)
+        return rotary, rotary_of(position_ids, self._window_frequencies, self.dtype)
+
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.shape.traits.scaled_embeddings:  # the factor is rounded to the embeddings' type, as in transformers
+            embedded = embedded * embedded.new_tensor(math.sqrt(self.shape.hidden_size))
         if self.config.recompute_granularity is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # Megatron finds no gradients inside what it recomputes unless an input has one
         return embedded

@@ -36,6 +36,8 @@ class OutputHead:
     """Tokens without padding; padded rows never get any probability."""
     tp_group: dist.ProcessGroup | None = None
     """Ranks that hold the other rows; None: this rank holds all."""
+    cap: float | None = None
+    """Logits z become cap tanh(z / cap) (Gemma 2, arXiv 2408.00118, sec. 2); None: they stay."""
 
     @property
     def tp_size(self) -> int:
@@ -74,7 +76,7 @@ def output_head(model: MegatronModel) -> OutputHead:
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     group = parallel_state.get_tensor_model_parallel_group()
-    return OutputHead(weight, model.shape.vocab_size, group if group.size() > 1 else None)
+    return OutputHead(weight, model.shape.vocab_size, group if group.size() > 1 else None, model.shape.logit_cap)
 
 
 def token_logprobs(
@@ -91,9 +93,9 @@ def token_logprobs(
     """Log-probs of `targets` [M], or of K tokens a place [M, K], from `hidden` [M, H], differentiable in it and the head's weight.
 
     log p(y) = z_y - logsumexp(z), entropy = logsumexp(z) - sum_v p_v z_v, and collision = logsumexp(2 z) - 2 logsumexp(z), with
-    z = hidden @ weight.T / temperature.
+    z = hidden @ weight.T / temperature, capped before the division if the head has a cap.
     The logits of at most `chunk_tokens` tokens exist at once; the backward computes them again, but for the last chunks', whose
-    exponentials are kept: one chunk's, or as many as 512 MiB hold. The weight's gradient goes to DDP's buffer where there is one
+    exponentials are kept: one chunk's, or as many as 512 MiB hold; none with a cap. The weight's gradient goes to DDP's buffer where there is one
     (`model.gradients`). Collective over the head's tensor-parallel ranks, which hold the same `hidden` and `targets`, and so does its
     backward. Raises ValueError if `temperature` or `chunk_tokens` is not positive.
     """
@@ -120,7 +122,7 @@ def token_scores(hidden: Tensor, model: MegatronModel) -> Tensor:
 def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:
     """float32 [M, vocab_size] logits on every tensor-parallel rank, without gradient; for decoding and checks of few tokens."""
     with torch.no_grad():
-        local = (hidden @ head.weight.t()).float()
+        local = scaled_logits(hidden, head.weight, 1.0, head.cap)
         if head.tp_group is None:
             return local[:, : head.vocab_size]
         shards = [torch.empty_like(local) for _ in range(head.tp_size)]
@@ -128,8 +130,10 @@ def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:
         return torch.cat(shards, dim=1)[:, : head.vocab_size]
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """float32 [c, V] hidden @ weight.T / temperature of `hidden` [c, H] and `weight` [V, H], a new tensor."""
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, cap: float | None = None) -> Tensor:
+    """float32 [c, V] hidden @ weight.T, capped if there is a cap, / temperature of `hidden` [c, H] and `weight` [V, H], a new tensor."""
+    if cap is not None:
+        return (hidden @ weight.t()).float().div_(cap).tanh_().mul_(cap / temperature)
     if hidden.dtype == torch.float32:
         return (hidden if temperature == 1.0 else hidden / temperature) @ weight.t()
     return (hidden @ weight.t()).float().div_(temperature)
@@ -146,7 +150,7 @@ class _Wanted:
 
 class _TokenLogprobs(torch.autograd.Function):
     """With p the softmax, g_k, e and l the gradients of K log-probs, entropy H and log-normaliser, and g the sum of g_k, the gradient
-    of logit v is sum of g_k (v = target k) - p_v (g - l + e H) - e p_v log p_v.
+    of logit v is sum of g_k (v = target k) - p_v (g - l + e H) - e p_v log p_v. That of what a cap made of it is times 1 - (z_v / cap)^2.
     """
 
     @staticmethod
@@ -161,9 +165,10 @@ class _TokenLogprobs(torch.autograd.Function):
         wanted: _Wanted,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        shard = _Shard(weight, head.first_token, head.real_rows, temperature)
+        shard = _Shard(weight, head.first_token, head.real_rows, temperature, head.cap)
         chunks = _chunks(hidden.shape[0], chunk_tokens)
-        keep_from = len(chunks) - (_kept_chunks(chunk_tokens, head.real_rows) if with_grad else 0)
+        keeps = with_grad and head.cap is None  # the slope of a cap is not to be had from exponentials that are 0
+        keep_from = len(chunks) - (_kept_chunks(chunk_tokens, head.real_rows) if keeps else 0)
         kept: list[_Exponentials | None] = []
         stats = [hidden.new_zeros(0, _TARGETS + targets.shape[1], dtype=torch.float32)]
         for i, part in enumerate(chunks):
@@ -254,6 +259,7 @@ class _Shard:
     first_token: int
     real_rows: int
     temperature: float
+    cap: float | None = None
 
     def statistics(self, hidden: Tensor, targets: Tensor, wanted: _Wanted) -> tuple[_Exponentials | None, Tensor]:
         """float32 [c, 3 + K] over this rank's tokens: logsumexp; if wanted mean logit, and logsumexp of twice the logits; the targets'
@@ -284,7 +290,11 @@ class _Shard:
             return
         here, row = self._local(chunk.targets)
         at_targets = grads.targets * here
-        matrix, scale = self._softmax_part(chunk, kept, grads.softmax, grads.entropy)
+        logits = self._logits(chunk.hidden) if kept is None else kept.values
+        slope = None if self.cap is None else 1 - (logits * (self.temperature / self.cap)).square_()
+        matrix, scale = self._softmax_part(logits, chunk, kept, grads.softmax, grads.entropy)
+        if slope is not None:
+            matrix, at_targets = matrix.mul_(slope), at_targets * slope.gather(1, row)
         weight = self.weight[: self.real_rows]
         lone = row.shape[1] == 1
         if lone:
@@ -305,13 +315,17 @@ class _Shard:
             grad_weight[: self.real_rows].sub_(matrix.to(weight.dtype).t() @ scaled.to(weight.dtype))
 
     def _softmax_part(
-        self, chunk: _Chunk, kept: _Exponentials | None, grad_logprobs: Tensor, grad_entropy: Tensor | None
+        self,
+        matrix: Tensor,
+        chunk: _Chunk,
+        kept: _Exponentials | None,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """[c, V] matrix and [c, 1] row scale whose product is p (g + e H) + e p log p."""
+        """[c, V] matrix and [c, 1] row scale whose product is p (g + e H) + e p log p; `matrix` are the kept exponentials, else logits."""
         if kept is None:
-            matrix, scale = self._logits(chunk.hidden).sub_(chunk.log_norm[:, None]).exp_(), grad_logprobs[:, None]
+            matrix, scale = matrix.sub_(chunk.log_norm[:, None]).exp_(), grad_logprobs[:, None]
         else:
-            matrix = kept.values
             scale = (grad_logprobs * (kept.maximum - chunk.log_norm).exp())[:, None]
         if grad_entropy is None:
             return matrix, scale
@@ -322,8 +336,8 @@ class _Shard:
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """float32 [c, V] logits / temperature of this rank's tokens, a new tensor."""
-        return scaled_logits(hidden, self.weight[: self.real_rows], self.temperature)
+        """float32 [c, V] (capped) logits / temperature of this rank's tokens, a new tensor."""
+        return scaled_logits(hidden, self.weight[: self.real_rows], self.temperature, self.cap)
 
     def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each target is on this rank, and its row here (some row where it is not)."""

@@ -9,13 +9,21 @@ from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES, ExpertNames, Family
-from nemo_rl_like.model.hf_rope import RopeReader, rope_to_hf_dict
+from nemo_rl_like.model.families.family import Activation
+from nemo_rl_like.model.hf_attention import PLAIN_ATTENTION, AttentionConfig, AttentionReader
+from nemo_rl_like.model.hf_fields import HfFields
+from nemo_rl_like.model.hf_rope import RopeReader, rope_by_layer, rope_to_hf_dict
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
 _DEFAULT_INIT_STD = 0.02
 OTHERS = "Set `policy.backend: fsdp` for any causal language model that transformers loads (docs/backends.md)"
 """What to do about a model that Megatron's layers do not compute."""
+_LOGIT_CAP = "final_logit_softcapping"
+_ACTIVATIONS: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+"""Hugging Face's names."""
+QKV_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+"""Matrices that one product computes before attention."""
 FFN_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Matrices of the feed-forward layer."""
 
@@ -36,7 +44,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention; dense, or with experts in every layer."""
+    """A decoder: rotary positions, grouped-query attention, and what its family is like; dense, or with experts in every layer."""
 
     family: str
     """Key of `FAMILIES`."""
@@ -58,7 +66,7 @@ class ModelConfig:
     rope_theta: float
     """Base of the rotary position embedding."""
     norm_eps: float
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every norm."""
     tie_embeddings: bool
     """The output head is the input embedding."""
     init_std: float = _DEFAULT_INIT_STD
@@ -70,18 +78,26 @@ class ModelConfig:
     """How positions are stretched beyond the trained context."""
     score_head: bool = False
     """One number a token in the place of logits (a reward model or a critic); the output head is then gone."""
+    rotary_share: float = 1.0
+    """Share of a head's channels, from its first on, that positions turn (`partial_rotary_factor`)."""
+    attention: AttentionConfig = PLAIN_ATTENTION
+    """What differs from plain causal attention."""
+    window_rope_theta: float | None = None
+    """Base of rotary positions in layers with a window; None: they turn positions as the others do."""
+    logit_cap: float | None = None
+    """Logits z become cap tanh(z / cap); None: they stay."""
     experts: ExpertsConfig | None = None
     """What stands in the place of the feed-forward layer; None: a dense model."""
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether the query, key and value projections have a bias (Qwen2)."""
-        return FAMILIES[self.family].qkv_bias
+    def traits(self) -> Family:
+        """What its family is like."""
+        return FAMILIES[self.family]
 
     @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys pass an RMSNorm of their own (Qwen3)."""
-        return FAMILIES[self.family].qk_norm
+    def rotary_dim(self) -> int:
+        """Channels of a head that positions turn."""
+        return int(self.head_dim * self.rotary_share)
 
     @property
     def ffn_width(self) -> int:
@@ -106,8 +122,7 @@ class ModelConfig:
             "k_proj": (keys, hidden),
             "v_proj": (keys, hidden),
             "o_proj": (hidden, queries),
-            "gate_proj": (ffn, hidden),
-            "up_proj": (ffn, hidden),
+            **dict.fromkeys(self.traits.projections, (ffn, hidden)),
             "down_proj": (hidden, ffn),
         }
 
@@ -171,11 +186,14 @@ class ModelConfig:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": _ACTIVATIONS[self.traits.activation],
+            self.traits.activation_key: _ACTIVATIONS[self.traits.activation],
             "initializer_range": self.init_std,
-            "rms_norm_eps": self.norm_eps,
+            self.traits.norm_eps_key: self.norm_eps,
             **self.experts_to_hf_dict(),
             **self.positions_to_hf_dict(),
+            **self.attention.to_hf_dict(self.traits),
+            **({_LOGIT_CAP: self.logit_cap} if self.traits.logit_caps else {}),
             "tie_word_embeddings": self.tie_embeddings,
             "attention_dropout": 0.0,
             "use_cache": True,
@@ -184,12 +202,12 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
             "torch_dtype": dtype,
             "dtype": dtype,
-            **FAMILIES[self.family].written,
+            **self.traits.written,
         }
 
     def experts_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that describes the experts; empty for a dense model."""
-        names, experts = FAMILIES[self.family].experts, self.experts
+        names, experts = self.traits.experts, self.experts
         if names is None or experts is None:
             return {}
         normalize = {} if names.normalize is None else {names.normalize: experts.normalize}
@@ -202,17 +220,18 @@ class ModelConfig:
 
     def positions_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that says how positions turn and how far they go."""
-        return {
-            "max_position_embeddings": self.max_positions,
-            **rope_to_hf_dict(self.rope_theta, self.rope_scaling),
-        }
+        share = None if self.traits.rotary_share is None else self.rotary_share
+        rope = rope_to_hf_dict(self.rope_theta, self.rope_scaling, share)
+        if self.window_rope_theta is not None:
+            rope = rope_by_layer(rope, self.window_rope_theta)
+        return {"max_position_embeddings": self.max_positions, **rope}
 
     def head_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that says what the model ends in."""
         if not self.score_head:
-            return {"architectures": [FAMILIES[self.family].architecture]}
+            return {"architectures": [self.traits.architecture]}
         return {
-            "architectures": [FAMILIES[self.family].score_architecture],
+            "architectures": [self.traits.score_architecture],
             "id2label": {"0": "score"},
             "label2id": {"score": 0},
         }
@@ -221,16 +240,16 @@ class ModelConfig:
         """Raise InputError, which starts with `source`, unless the model ends in logits: a reward model or critic writes nothing."""
         if self.score_head:
             raise InputError(
-                f"{source}: {FAMILIES[self.family].score_architecture} gives one score a token and no logits (a reward model or critic); "
-                f"use a {FAMILIES[self.family].architecture}"
+                f"{source}: {self.traits.score_architecture} gives one score a token and no logits (a reward model or critic); "
+                f"use a {self.traits.architecture}"
             )
 
     def require_score(self, source: str) -> None:
         """Raise InputError, which starts with `source`, unless the model ends in a score."""
         if not self.score_head:
             raise InputError(
-                f"{source}: {FAMILIES[self.family].architecture} writes text and gives no scores; train a reward model from it (stage "
-                f"`reward_model`), or use a {FAMILIES[self.family].score_architecture} of one label"
+                f"{source}: {self.traits.architecture} writes text and gives no scores; train a reward model from it (stage "
+                f"`reward_model`), or use a {self.traits.score_architecture} of one label"
             )
 
     def check_layout(self, layout: LayoutSpec) -> None:
@@ -287,15 +306,18 @@ def stretched(config: ModelConfig, scaling: RopeScalingSpec | None, max_position
     """The same model with its positions stretched, to `max_positions` or to its trained context times the factor; None: as it is."""
     if scaling is None:
         return config
+    kinds = FAMILIES[config.family].rope_kinds
+    if scaling.kind not in kinds:
+        raise InputError(
+            f"model.rope_scaling.kind is {scaling.kind}, and transformers stretches the positions of a {config.family} model by "
+            f"{' or '.join(kinds) or 'none of the supported kinds'}; leave rope_scaling out"
+        )
     trained = config.max_positions if isinstance(scaling, LinearRope) else scaling.original_positions
     return replace(config, rope_scaling=scaling, max_positions=max_positions or int(trained * scaling.factor))
 
 
-class _Reader:
+class _Reader(HfFields):
     """Reads one Hugging Face config field by field, and refuses what would silently be ignored."""
-
-    def __init__(self, raw: Mapping[str, object], source: str) -> None:
-        self._raw, self._source = raw, source
 
     def config(self) -> ModelConfig:
         family = self._family()
@@ -303,65 +325,71 @@ class _Reader:
             self._refuse_unsupported(family)
         except InputError as error:
             raise InputError(f"{error}. {OTHERS}") from error
-        heads, hidden = self._int("num_attention_heads"), self._int("hidden_size")
-        kv_heads = self._int("num_key_value_heads", heads)
+        heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        layers = self.integer("num_hidden_layers")
+        kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise self._error("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} query heads")
-        head_dim = self._int("head_dim", hidden // heads)
-        if head_dim % 2:
-            raise self._error("head_dim", f"is {head_dim}; rotary positions need an even width")
-        max_positions = self._int("max_position_embeddings", 2048)
+            raise self.error("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} query heads")
+        head_dim = self.integer("head_dim", family.head_dim or hidden // heads)
+        max_positions = self.integer("max_position_embeddings", 2048)
         rope = RopeReader(self._raw, self._source)
+        share = rope.share(family.rotary_share)
+        if int(head_dim * share) % 2:
+            raise self.error("head_dim", f"is {head_dim}, of which positions turn {share:g}; they need an even width")
         return ModelConfig(
             family=family.model_type,
-            vocab_size=self._int("vocab_size"),
+            vocab_size=self.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=self._int("intermediate_size"),
+            intermediate_size=self.integer("intermediate_size"),
             experts=self._experts(family.experts),
-            layers=self._int("num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             max_positions=max_positions,
-            rope_theta=rope.theta(),
-            rope_scaling=rope.scaling(max_positions),
-            norm_eps=self._float("rms_norm_eps", family.norm_eps),
-            tie_embeddings=bool(self._raw.get("tie_word_embeddings", False)),
-            init_std=self._float("initializer_range", _DEFAULT_INIT_STD),
-            bos_token_id=self._token_id("bos_token_id"),
-            eos_token_ids=self._token_ids("eos_token_id"),
-            pad_token_id=self._token_id("pad_token_id"),
+            rope_theta=rope.theta(family.rope_theta),
+            window_rope_theta=rope.window_theta(family.window_rope_theta),
+            rope_scaling=rope.scaling(max_positions, family.rope_kinds),
+            rotary_share=share,
+            attention=AttentionReader(self._raw, self._source).config(family, layers),
+            logit_cap=self.positive(_LOGIT_CAP, family.logit_cap),
+            norm_eps=self.number(family.norm_eps_key, family.norm_eps),
+            tie_embeddings=bool(self._raw.get("tie_word_embeddings", family.tie_embeddings)),
+            init_std=self.number("initializer_range", _DEFAULT_INIT_STD),
+            bos_token_id=self.token_id("bos_token_id"),
+            eos_token_ids=self.token_ids("eos_token_id"),
+            pad_token_id=self.token_id("pad_token_id"),
             score_head=self._score_head(family),
         )
 
     def _family(self) -> Family:
         name = self._raw.get("model_type")
         if not isinstance(name, str) or name not in FAMILIES:
-            raise self._error("model_type", f"is {name!r}; supported are {', '.join(FAMILIES)}. {OTHERS}")
+            raise self.error("model_type", f"is {name!r}; supported are {', '.join(FAMILIES)}. {OTHERS}")
         family = FAMILIES[name]
         named = self._raw.get("architectures")
         supported = (family.architecture, family.score_architecture)
         if isinstance(named, list) and named and not set(supported) & set(named):
-            raise self._error("architectures", f"is {named}; supported for {name} are {' and '.join(supported)}")
+            raise self.error("architectures", f"is {named}; supported for {name} are {' and '.join(supported)}")
         return family
 
     def _experts(self, names: ExpertNames | None) -> ExpertsConfig | None:
         if names is None:
             return None
-        count = self._int("num_local_experts" if names.count not in self._raw else names.count)
-        per_token = self._int("num_experts_per_tok")
+        count = self.integer("num_local_experts" if names.count not in self._raw else names.count)
+        per_token = self.integer("num_experts_per_tok")
         if per_token > count:
-            raise self._error("num_experts_per_tok", f"is {per_token}, more than the {count} experts")
+            raise self.error("num_experts_per_tok", f"is {per_token}, more than the {count} experts")
         normalize = True if names.normalize is None else bool(self._raw.get(names.normalize, False))
         if normalize and per_token == 1:
-            raise self._error("num_experts_per_tok", "is 1, so the weight of a token's expert would always be 1")
+            raise self.error("num_experts_per_tok", "is 1, so the weight of a token's expert would always be 1")
         if self._raw.get("decoder_sparse_step", 1) != 1:
-            raise self._error("decoder_sparse_step", "is not 1; only experts in every layer are supported")
+            raise self.error("decoder_sparse_step", "is not 1; only experts in every layer are supported")
         if self._raw.get("mlp_only_layers"):
-            raise self._error("mlp_only_layers", "is not empty; only experts in every layer are supported")
-        if self._float("router_jitter_noise", 0.0):
-            raise self._error("router_jitter_noise", "is not 0; noise is not supported")
-        return ExpertsConfig(count, per_token, self._int(names.width), normalize)
+            raise self.error("mlp_only_layers", "is not empty; only experts in every layer are supported")
+        if self.number("router_jitter_noise", 0.0):
+            raise self.error("router_jitter_noise", "is not 0; noise is not supported")
+        return ExpertsConfig(count, per_token, self.integer(names.width), normalize)
 
     def _score_head(self, family: Family) -> bool:
         named = self._raw.get("architectures")
@@ -369,57 +397,31 @@ class _Reader:
             return False
         labels = self._raw.get("id2label")
         if isinstance(labels, Mapping) and len(labels) != 1:
-            raise self._error("id2label", f"has {len(labels)} entries; a reward model or critic has 1")
+            raise self.error("id2label", f"has {len(labels)} entries; a reward model or critic has 1")
         return True
 
     def _refuse_unsupported(self, family: Family) -> None:
-        if self._raw.get("hidden_act", "silu") != "silu":
-            raise self._error("hidden_act", f"is {self._raw['hidden_act']!r}; only 'silu' is supported")
+        key, activation = family.activation_key, _ACTIVATIONS[family.activation]
+        if (self._raw.get(key) or activation) != activation:
+            raise self.error(key, f"is {self._raw[key]!r}; only {activation!r} is supported")
+        if not family.logit_caps and self._raw.get(_LOGIT_CAP) is not None:
+            raise self.error(_LOGIT_CAP, f"is set; a {family.model_type} model's logits are not capped")
         for name in ("attention_bias", "mlp_bias"):
             if self._raw.get(name):
-                raise self._error(name, "is true; biases beyond Qwen2's query, key and value are not supported")
-        window = self._raw.get("sliding_window", family.default_window)
-        if window and (family.window_counts or self._raw.get("use_sliding_window")):
-            raise self._error("sliding_window", f"is {window}; only full attention is supported")
+                raise self.error(name, "is true; biases beyond Qwen2's query, key and value are not supported")
+        window = self._raw.get("sliding_window")
+        counts = family.windows is None and (family.window_counts or self._raw.get("use_sliding_window"))
+        if window and counts:
+            raise self.error("sliding_window", f"is {window}; only full attention is supported for {family.model_type}")
         kinds = self._raw.get("layer_types")
-        if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
-            raise self._error("layer_types", f"has {sorted(set(kinds))}; only 'full_attention' is supported")
-        if self._float("attention_dropout", 0.0):
-            raise self._error("attention_dropout", "is not 0; dropout is not supported")
+        typed = family.windows is not None and family.windows.typed
+        if not typed and isinstance(kinds, list) and set(kinds) - {"full_attention"}:
+            raise self.error("layer_types", f"has {sorted(set(kinds))}; only 'full_attention' is supported")
+        for name in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+            if self.number(name, 0.0):
+                raise self.error(name, "is not 0; dropout is not supported")
         if self._raw.get("quantization_config"):
-            raise self._error("quantization_config", "is set; load unquantised weights")
-
-    def _int(self, name: str, default: int | None = None) -> int:
-        value = self._raw.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._error(name, f"is {value!r}; expected a positive integer")
-        return value
-
-    def _float(self, name: str, default: float) -> float:
-        value = self._raw.get(name)
-        return default if value is None else _number(value, self._error(name, f"is {value!r}; expected a number"))
-
-    def _token_ids(self, name: str) -> tuple[int, ...]:
-        value = self._raw.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) for i in ids):
-            raise self._error(name, f"is {value!r}; expected a token id or a list of token ids")
-        return tuple(ids)
-
-    def _token_id(self, name: str) -> int | None:
-        ids = self._token_ids(name)
-        return ids[0] if ids else None
-
-    def _error(self, name: str, what: str) -> InputError:
-        return InputError(f"{self._source}: {name} {what}")
-
-
-def _number(value: object, error: InputError) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise error
-    return float(value)
+            raise self.error("quantization_config", "is set; load unquantised weights")
 
 
 def _common_divisors(*values: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +13,9 @@ from nemo_rl_like.spec.model import LinearRope, Llama3Rope, RopeScalingSpec, Yar
 
 _BLOCKS = ("rope_parameters", "rope_scaling")
 _ORIGINAL = "original_max_position_embeddings"
-_KINDS = ("default", "linear", "llama3", "yarn")
+_SHARE = "partial_rotary_factor"
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+_WINDOW_THETA = "rope_local_base_freq"
 
 
 class RopeReader:
@@ -22,19 +24,43 @@ class RopeReader:
     def __init__(self, raw: Mapping[str, object], source: str) -> None:
         self._raw, self._source = raw, source
         self._name, self._block = self._found()
+        self._of_window: Mapping[str, object] = {}
+        if _FULL in self._block:  # one block for each kind of layer
+            self._of_window, self._block = self._kind(_WINDOW), self._kind(_FULL)
 
-    def theta(self) -> float:
-        """Base of the frequencies."""
+    def theta(self, default: float) -> float:
+        """Base of the frequencies; `default` where the config does not say."""
         value = self._block.get("rope_theta", self._raw.get("rope_theta"))
-        return 10000.0 if value is None else self._number("rope_theta", value)
+        return default if value is None else self._number("rope_theta", value)
 
-    def scaling(self, max_positions: int) -> RopeScalingSpec | None:
-        """How positions are stretched; `max_positions` is the config's own context, where the block names no trained one."""
+    def window_theta(self, default: float | None) -> float | None:
+        """The same in layers with a window; `default` None: in a family whose layers all turn positions alike."""
+        if default is None:
+            if self._of_window:
+                raise self._error(_WINDOW, "is given; positions turn alike in all layers of this family")
+            return None
+        if self._of_window.get("rope_type", "default") != "default":
+            raise self._error(
+                f"{_WINDOW}.rope_type", f"is {self._of_window['rope_type']!r}; only 'default' is supported"
+            )
+        value = self._of_window.get("rope_theta", self._raw.get(_WINDOW_THETA))
+        return default if value is None else self._number(_WINDOW_THETA, value)
+
+    def share(self, default: float | None) -> float:
+        """Share of a head's channels that positions turn; `default` where the config does not say, None for a family that turns whole heads."""
+        value = self._block.get(_SHARE, self._raw.get(_SHARE))
+        found = (1.0 if default is None else default) if value is None else self._number(_SHARE, value)
+        if not 0 < found <= 1 or (default is None and found != 1):
+            raise self._error(_SHARE, f"is {found:g}; {'expected 1' if default is None else 'expected in (0, 1]'}")
+        return found
+
+    def scaling(self, max_positions: int, kinds: Collection[str]) -> RopeScalingSpec | None:
+        """How positions are stretched, in one of `kinds`; `max_positions` is the config's own context, where the block names no trained one."""
         kind = self._block.get("rope_type", self._block.get("type", "default"))
         if kind == "default":
             return None
-        if kind not in _KINDS:
-            raise self._error("rope_type", f"is {kind!r}; supported are {', '.join(_KINDS)}")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise self._error("rope_type", f"is {kind!r}; supported are {', '.join(('default', *kinds))}")
         original = int(self._number(_ORIGINAL, self._block.get(_ORIGINAL, self._raw.get(_ORIGINAL, max_positions))))
         try:
             if kind == "linear":
@@ -59,6 +85,13 @@ class RopeReader:
                 raise InputError(f"{self._source}: {name} is {value!r}; expected an object")
             return name, value
         return _BLOCKS[0], {}
+
+    def _kind(self, name: str) -> Mapping[str, object]:
+        """What the block says of one kind of layer."""
+        value = self._block.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self._error(name, f"is {value!r}; expected an object")
+        return value
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: self._block[name] for name in names if self._block.get(name) is not None}
@@ -85,12 +118,19 @@ class RopeReader:
         return InputError(f"{self._source}: {self._name}.{name} {what}")
 
 
-def rope_to_hf_dict(theta: float, scaling: RopeScalingSpec | None) -> dict[str, object]:
-    """The part of a config.json that says how positions turn, for transformers 4 and 5."""
+def rope_to_hf_dict(theta: float, scaling: RopeScalingSpec | None, share: float | None = None) -> dict[str, object]:
+    """The part of a config.json that says how positions turn, for transformers 4 and 5; `share` of a head's channels, None: whole heads."""
+    part: dict[str, object] = {} if share is None else {_SHARE: share}
     if scaling is None:
-        return {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
+        return {"rope_theta": theta, **part, "rope_parameters": {"rope_theta": theta, "rope_type": "default", **part}}
     values = scaling.model_dump(exclude={"kind"}, exclude_none=True)
     if "original_positions" in values:
         values[_ORIGINAL] = values.pop("original_positions")
-    block = {"rope_type": scaling.kind, **values}
-    return {"rope_theta": theta, "rope_parameters": {"rope_theta": theta, **block}, "rope_scaling": block}
+    block = {"rope_type": scaling.kind, **values, **part}
+    return {"rope_theta": theta, **part, "rope_parameters": {"rope_theta": theta, **block}, "rope_scaling": block}
+
+
+def rope_by_layer(whole: Mapping[str, object], window_theta: float) -> dict[str, object]:
+    """What `rope_to_hf_dict` gives for layers that attend to everything, and the base of those with a window beside it."""
+    kinds = {_FULL: whole[_BLOCKS[0]], _WINDOW: {"rope_theta": window_theta, "rope_type": "default"}}
+    return {**whole, _BLOCKS[0]: kinds, _WINDOW_THETA: window_theta}

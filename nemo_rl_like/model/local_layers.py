@@ -6,16 +6,22 @@ DDP keeps for it, so that it is written once and not added a second time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, rotate, rotated
+from nemo_rl_like.model.bare_function import Function
+from nemo_rl_like.model.families.family import Activation
 from nemo_rl_like.model.gradients import add_product, gradient_buffer
+from nemo_rl_like.model.hf_attention import PLAIN, Scores
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.local_activations import GeGlu, SquaredRelu, SwiGlu
+from nemo_rl_like.model.local_norms import NORMS, RmsNorm
 from nemo_rl_like.model.mcore import (
     MLP,
     ColumnParallelLinear,
@@ -36,22 +42,24 @@ from nemo_rl_like.model.mcore import (
 from nemo_rl_like.model.router import RowRouter
 
 
-def local_layer_spec(qk_norm: bool, experts: int | None = None) -> ModuleSpec:
-    """One layer on the CPU. `qk_norm`: queries and keys pass a norm of their own; `experts`: how many, None for a dense layer."""
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm")
-    spec.module, layer = LocalLayer, spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+def local_layer_spec(config: ModelConfig) -> ModuleSpec:
+    """One layer of the model on the CPU."""
+    traits, experts = config.traits, None if config.experts is None else config.experts.count
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=traits.qk_norm, normalization="RMSNorm")
+    norm = NORMS[traits.norm]
+    spec.module, layer = (NormedLayer if traits.post_norms else LocalLayer), spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     layer.self_attention.module, attention = LocalSelfAttention, layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = LocalColumnLinear, LocalRowLinear
     attention.core_attention = IdentityOp  # the layout attends
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if traits.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm
     if experts is not None:
         linears = MLPSubmodules(linear_fc1=LocalColumnLinear, linear_fc2=LocalRowLinear)
         layer.mlp.submodules.experts = ModuleSpec(module=LocalExperts, submodules=linears)
         layer.mlp.submodules.router = RowRouter
         return spec
-    layer.mlp.module = LocalMlp
+    layer.mlp.module = _MLPS[traits.activation]
     layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = LocalColumnLinear, LocalRowLinear
     return spec
 
@@ -64,17 +72,46 @@ class LocalLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """[s, b, H] -> the same shape; the second value is Megatron's cross-attention context."""
         attended, _ = self.self_attention(self.input_layernorm(hidden_states), packed_seq_params=packed_seq_params)
-        middle = hidden_states + attended
+        middle = hidden_states + self.after_attention(attended)
         normed = self.pre_mlp_layernorm(middle)
         if self.recompute_mlp and torch.is_grad_enabled():
             out = checkpoint(lambda x: self.mlp(x)[0], False, normed)
         else:
             out = self.mlp(normed)[0]
-        return middle + out, None
+        return middle + self.after_mlp(out), None
+
+    def after_attention(self, attended: Tensor) -> Tensor:
+        """What is added of attention's output [s, b, H]."""
+        return attended
+
+    def after_mlp(self, out: Tensor) -> Tensor:
+        """What is added of the feed-forward layer's output [s, b, H]."""
+        return out
+
+
+class NormedLayer(LocalLayer):
+    """Norms behind attention and behind the feed-forward layer too."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.post_attention_layernorm, self.post_mlp_layernorm = (
+            RmsNorm(config, config.hidden_size, config.layernorm_epsilon) for _ in range(2)
+        )
+
+    def after_attention(self, attended: Tensor) -> Tensor:
+        """See `LocalLayer`."""
+        return self.post_attention_layernorm(attended)
+
+    def after_mlp(self, out: Tensor) -> Tensor:
+        """See `LocalLayer`."""
+        return self.post_mlp_layernorm(out)
 
 
 class LocalSelfAttention(SelfAttention):
     """Projects, rotates queries and keys, and lets the micro-batch's layout attend."""
+
+    scores: Scores = PLAIN
+    """Of this layer; the model sets it."""
 
     def forward(
         self,
@@ -89,7 +126,7 @@ class LocalSelfAttention(SelfAttention):
             raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
         call = packed_seq_params
         query, key, value = self._heads(hidden_states, call)
-        attend = partial(call.attend, partial(call.layout.attend, self.layer_number))
+        attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores))
         if self.checkpoint_core_attention and torch.is_grad_enabled():
             attended = checkpoint(attend, False, query, key, value)
         else:
@@ -99,29 +136,48 @@ class LocalSelfAttention(SelfAttention):
 
     def _heads(self, hidden_states: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [s, b, heads, d], rotated keys and plain values [s, b, kv_heads, d]."""
+        rotary = call.rotary_for(self.scores)
         if self.config.qk_layernorm:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
-            return rotate(query, call.rotary), rotate(key, call.rotary), value
+            return rotate(query, rotary), rotate(key, rotary), value
         mixed = self.linear_qkv(hidden_states)[0]
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         mixed = mixed.unflatten(-1, (groups, -1, width))
-        query, key, value = _SplitHeads.call(mixed, call.rotary.cos, call.rotary.sin)
+        query, key, value = _SplitHeads.call(mixed, rotary.cos, rotary.sin)
         return query, key, value
 
 
 class LocalMlp(MLP):
-    """SwiGLU: W2 (silu(W_gate x) * W_up x)."""
+    """W2 (silu(W_gate x) * W_up x), or what `between` says."""
+
+    between: type[Function] = SwiGlu
+    """From the first product to the second's input."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: object
     ) -> tuple[Tensor, None]:
         """[..., H] -> [..., H], each token's times `per_token_scale` [...] where given; the second value is the bias Megatron's MLP may
         return."""
-        inner = _SwiGlu.call(self.linear_fc1(hidden_states)[0])
+        inner = self.between.call(self.linear_fc1(hidden_states)[0])
         if per_token_scale is not None:
             inner = (inner * per_token_scale[..., None]).to(inner.dtype)
         out: Tensor = self.linear_fc2(inner)[0]
         return out, None
+
+
+class GeluMlp(LocalMlp):
+    """W2 (gelu(W_gate x) * W_up x)."""
+
+    between = GeGlu
+
+
+class SquaredReluMlp(LocalMlp):
+    """W2 max(W_up x, 0)^2."""
+
+    between = SquaredRelu
+
+
+_MLPS: Mapping[Activation, type[LocalMlp]] = {"silu": LocalMlp, "gelu_tanh": GeluMlp, "relu2": SquaredReluMlp}
 
 
 class LocalExperts(MegatronModule):
@@ -186,41 +242,7 @@ class LocalRowLinear(RowParallelLinear):
         return out, None
 
 
-class RmsNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), in float32; the signature that Megatron's specs build."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron sums the gradients of parameters so marked over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape and type."""
-        out: Tensor = _RmsNorm.call(x, self.weight, self.eps)
-        return out
-
-
-class _NoContext:
-    """Stands for autograd's context where there is nothing to save."""
-
-    group: dist.ProcessGroup | None
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        """Forget the tensors."""
-
-
-class _Function(torch.autograd.Function):
-    """A function that costs its forward alone where gradients are off; `apply` adds 10 us, eight times a layer and decoded token."""
-
-    @classmethod
-    def call(cls, *inputs: object) -> Any:
-        """`apply`, or the bare forward."""
-        return cls.apply(*inputs) if torch.is_grad_enabled() else cls.forward(_NoContext(), *inputs)
-
-
-class _Linear(_Function):
+class _Linear(Function):
     """x W^T. `group`: ranks over which the gradient of x is summed."""
 
     @staticmethod
@@ -242,7 +264,7 @@ class _Linear(_Function):
         return to_x, to_weight, None
 
 
-class _GatheredLinear(_Function):
+class _GatheredLinear(Function):
     """x W^T of x gathered along the first axis; its gradient is summed and cut again. x is kept in part and gathered once more."""
 
     @staticmethod
@@ -271,53 +293,7 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-class _SwiGlu(_Function):
-    """[gate, up] along the last axis -> silu(gate) * up."""
-
-    @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        ctx.save_for_backward(both)
-        gate, up = both.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (both,) = ctx.saved_tensors
-        gate, up = both.chunk(2, dim=-1)
-        out = torch.empty_like(both)
-        to_gate, to_up = out.chunk(2, dim=-1)
-        torch.mul(grad, up, out=to_gate)
-        torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
-        torch.ops.aten.silu.out(gate, out=to_up)
-        to_up.mul_(grad)
-        return out
-
-
-class _RmsNorm(_Function):
-    """With r = 1 / sqrt(mean(x^2) + eps): y = x r w, dx = r (g w - x r^2 mean(g w x)), dw = sum over rows of g x r."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        scale = mean_square.add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        width = x.shape[-1]
-        wide, upper, factor = x.float().reshape(-1, width), grad.float().reshape(-1, width), weight.float()
-        rows = scale.reshape(-1, 1)
-        product = upper * wide
-        to_weight = torch.mv(product.t(), rows[:, 0])
-        along = torch.mv(product, factor)[:, None].mul_(rows.pow(3)).div_(width)
-        to_x = torch.mul(upper, factor, out=product).mul_(rows).addcmul_(wide, along, value=-1)
-        return to_x.view(x.shape).to(x.dtype), to_weight.to(weight.dtype), None
-
-
-class _SplitHeads(_Function):
+class _SplitHeads(Function):
     """[s, b, groups, n + 2, d]: each group's n queries, its key and its value -> heads apart, queries and keys rotated."""
 
     @staticmethod

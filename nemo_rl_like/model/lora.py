@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
-from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
+from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, QKV_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -201,11 +201,20 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
 
 def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
     """Raise InputError for a projection that cannot have an adapter in this model."""
-    wrong = [name for name in lora.targets if config.experts is not None and name in FFN_PROJECTIONS]
+    where = ""
+    without: set[str] = set()
+    if config.experts is not None:
+        without, where = set(FFN_PROJECTIONS), "in experts of a {family} model, and experts have no adapters"
+    elif config.traits.packed:
+        without = {*QKV_PROJECTIONS, "gate_proj", "up_proj"}
+        where = "parts of one matrix in the files of a {family} model, where PEFT has one adapter for all of them"
+    elif not config.traits.gated:
+        without, where = {"gate_proj"}, "not in a {family} model, whose feed-forward layers have no gate"
+    wrong = [name for name in lora.targets if name in without]
     if wrong:
-        others = [name for name in config.projections if name not in FFN_PROJECTIONS]
+        others = [name for name in config.projections if name not in without]
         raise InputError(
-            f"policy.lora.targets has {', '.join(wrong)}, which are in experts of a {config.family} model, and experts have no adapters; "
+            f"policy.lora.targets has {', '.join(wrong)}, which are {where.format(family=config.family)}; "
             f"use targets: [{', '.join(others)}]"
         )
 
@@ -215,7 +224,8 @@ def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype:
     by_columns = path in _CUT_BY_COLUMNS
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cut = 1 if by_columns else tp
-    rows = {name: config.projections[name][0] // cut for name in PROJECTIONS[path]}
+    shapes = {name: config.projections[name] for name in PROJECTIONS[path] if name in config.projections}
+    rows = {name: outputs // cut for name, (outputs, _) in shapes.items()}
     parts: dict[str, LowRank] = {
         name: LowRank(inputs, count, lora.rank, dtype, runtime.device(), lengths=lora.dora)
         for name, count in rows.items()

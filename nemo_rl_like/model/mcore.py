@@ -7,6 +7,7 @@ from nemo_rl_like.model import runtime
 runtime.install()
 with runtime.quiet():
     from megatron.core import parallel_state
+    from megatron.core.activations import squared_relu
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -79,4 +80,5 @@ __all__ = [
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "squared_relu",
 ]

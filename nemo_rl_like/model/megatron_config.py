@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.families.family import Activation
 from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
-from nemo_rl_like.model.mcore import TransformerConfig
+from nemo_rl_like.model.mcore import TransformerConfig, squared_relu
 from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec, RecomputeSpec
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form."""
+    return functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": squared_relu,
+}
 
 
 def transformer_config(
@@ -26,7 +41,7 @@ def transformer_config(
     """
     config.check_layout(layout)
     last = len(config.layers_of_stage(layout.pp - 1, layout.pp))
-    uneven = layout.pp > 1 and config.layers % layout.pp != 0
+    uneven, traits = layout.pp > 1 and config.layers % layout.pp != 0, config.traits
     with runtime.quiet():
         return TransformerConfig(
             num_layers=config.layers,
@@ -35,13 +50,14 @@ def transformer_config(
             num_query_groups=config.kv_heads,
             kv_channels=config.head_dim,
             ffn_hidden_size=config.ffn_width,
-            normalization="RMSNorm",
+            normalization="LayerNorm" if traits.norm == "layer_1p" else "RMSNorm",
+            layernorm_zero_centered_gamma=traits.norm != "rms",
             layernorm_epsilon=config.norm_eps,
-            gated_linear_unit=True,
-            activation_func=functional.silu,
+            gated_linear_unit=traits.gated,
+            activation_func=_ACTIVATIONS[traits.activation],
             add_bias_linear=False,
-            add_qkv_bias=config.qkv_bias,
-            qk_layernorm=config.qk_norm,
+            add_qkv_bias=traits.qkv_bias,
+            qk_layernorm=traits.qk_norm,
             init_method_std=config.init_std,
             perform_initialization=False,
             use_cpu_initialization=not runtime.on_cuda(),

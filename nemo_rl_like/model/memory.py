@@ -78,6 +78,7 @@ class Training:
     def memory(self, layout: LayoutSpec, stage: int) -> Memory:
         """Bytes of a rank on a pipeline stage. Raises InputError if the model cannot be split that way."""
         self.config.check_layout(layout)
+        _require_known(self.config)
         if layout.cp > 1:
             raise InputError(
                 f"layout.cp is {layout.cp}, and memory is estimated without context parallelism only; leave it out"
@@ -104,6 +105,24 @@ class Training:
         It is on the first pipeline stage, which holds the most micro-batches, or on the last, which has the head.
         """
         return max((self.memory(layout, stage) for stage in {0, layout.pp - 1}), key=lambda memory: memory.total)
+
+
+def _require_known(config: ModelConfig) -> None:
+    """Raise InputError for a model whose memory no count here describes."""
+    unknown = {
+        "a sliding window": config.attention.window is not None,
+        "capped attention scores": config.attention.score_cap is not None,
+        "capped logits": config.logit_cap is not None,
+        "norms with a bias or weights that count from one": config.traits.norm != "rms",
+        "norms behind attention and feed-forward layers": config.traits.post_norms,
+        "feed-forward layers without a gate": not config.traits.gated,
+    }
+    found = [name for name, present in unknown.items() if present]
+    if found:
+        raise InputError(
+            f"the {config.family} model has {', '.join(found)}, and memory is estimated for models without; "
+            "choose `policy.layout` by hand"
+        )
 
 
 def parameter_buffers(config: ModelConfig, layout: LayoutSpec, stage: int) -> tuple[int, int]:
@@ -143,9 +162,9 @@ def _layer_parameters(config: ModelConfig, layout: LayoutSpec) -> Iterator[int]:
     yield from (config.hidden_size, config.hidden_size)  # norms before attention and feed-forward
     yield sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"]
     yield sizes["o_proj"]
-    if config.qkv_bias:
+    if config.traits.qkv_bias:
         yield (config.heads + 2 * config.kv_heads) * config.head_dim // layout.tp
-    if config.qk_norm:
+    if config.traits.qk_norm:
         yield from (config.head_dim, config.head_dim)
     if config.experts is not None:
         yield config.experts.count * config.hidden_size  # the router, whole on every rank

@@ -13,15 +13,15 @@ from torch import Tensor
 from nemo_rl_like.spec.model import LinearRope, Llama3Rope, RopeScalingSpec, YarnRope
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScalingSpec | None = None) -> Tensor:
-    """float32 [head_dim / 2], in radians per position."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def rotary_frequencies(channels: int, theta: float, scaling: RopeScalingSpec | None = None) -> Tensor:
+    """float32 [channels / 2] for the channels of a head that positions turn, in radians per position."""
+    exponent = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
     plain = 1.0 / (theta**exponent)
     if scaling is None:
         return plain
     if isinstance(scaling, LinearRope):
         return plain / scaling.factor
-    return _llama3(plain, scaling) if isinstance(scaling, Llama3Rope) else _yarn(plain, head_dim, theta, scaling)
+    return _llama3(plain, scaling) if isinstance(scaling, Llama3Rope) else _yarn(plain, channels, theta, scaling)
 
 
 def rotary_amplitude(scaling: RopeScalingSpec | None) -> float:
@@ -42,18 +42,18 @@ def _llama3(plain: Tensor, scaling: Llama3Rope) -> Tensor:
     return stays * plain + (1 - stays) * plain / scaling.factor
 
 
-def _yarn(plain: Tensor, head_dim: int, theta: float, scaling: YarnRope) -> Tensor:
+def _yarn(plain: Tensor, channels: int, theta: float, scaling: YarnRope) -> Tensor:
     """Pairs that turn more than `beta_fast` times over the trained context stay, those below `beta_slow` turns are stretched, with a linear ramp
     over the pairs between (Peng et al. 2023, arXiv 2309.00071, sec. 3.2)."""
 
     def pair_of(turns: float) -> float:
         """Index of the pair that turns so often over the trained context."""
-        return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return channels * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, channels - 1)
     width = last - first if last != first else 1e-3
-    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    stretched = ((torch.arange(channels // 2, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
     return stretched * plain / scaling.factor + (1 - stretched) * plain

@@ -43,16 +43,17 @@ class DrawnReader(ABC):
 
 
 class ScratchReader(DrawnReader):
-    """A model from scratch: normal weights, norms of one, biases of zero, drawn in float32 and rounded to the model's type."""
+    """A model from scratch: normal weights, norms that multiply by one, biases of zero, drawn in float32 and rounded to the model's type."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
         super().__init__(WeightMap(config).hf_shapes(), seed, "a model from scratch")
         self._std, self._dtype = config.init_std, dtype
+        self._norm = 1.0 if config.traits.norm == "rms" else 0.0
 
     def draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """The tensor, from a generator of its own."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype)
+            return torch.full(shape, self._norm, dtype=self._dtype)
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=self._dtype)
         return torch.empty(shape).normal_(0.0, self._std, generator=generator).to(self._dtype)

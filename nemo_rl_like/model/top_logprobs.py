@@ -31,7 +31,7 @@ def top_logprobs(
 ) -> TopLogprobs:
     """The `k` likeliest tokens after each of `hidden` [M, H], without gradient; equal on every tensor-parallel rank.
 
-    log p(y) = z_y - logsumexp(z) with z = hidden @ weight.T / temperature. Only ids below `below` are taken (default: all); the
+    log p(y) = z_y - logsumexp(z) with z = hidden @ weight.T / temperature, capped if the head has a cap. Only ids below `below` are taken (default: all); the
     others stay in the normaliser. The logits of at most `chunk_tokens` places exist at once. Collective over the head's
     tensor-parallel ranks, which take their own k likeliest tokens, gather them, and take the k likeliest of those.
     Raises ValueError if `k` is not in 1..`below`, or `temperature` or `chunk_tokens` is not positive.
@@ -57,7 +57,7 @@ def _of_shard(
     hidden: Tensor, head: OutputHead, k: int, temperature: float, limit: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids and logits [c, k] of this rank's likeliest tokens below `limit`, and its logsumexp [c, 1]."""
-    logits = scaled_logits(hidden, head.weight[: head.real_rows], temperature)
+    logits = scaled_logits(hidden, head.weight[: head.real_rows], temperature, head.cap)
     log_norm = logits.logsumexp(dim=1, keepdim=True)
     count = min(max(limit - head.first_token, 0), head.real_rows)
     ids = torch.arange(head.first_token, head.first_token + count, device=hidden.device).expand(hidden.shape[0], -1)

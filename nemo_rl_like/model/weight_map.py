@@ -1,6 +1,7 @@
 """Hugging Face names and shapes <-> this rank's Megatron parameters, both ways, at any tensor-, expert- and pipeline-parallel layout.
 
-Packing: `linear_qkv` is, per key/value head, [its query heads, key, value]; `linear_fc1` is [gate, up]. Tensor parallelism cuts
+Packing: `linear_qkv` is, per key/value head, [its query heads, key, value]; `linear_fc1` is [gate, up]. Files hold those parts as tensors of
+their own, or one below the other in one tensor (Phi-3). Tensor parallelism cuts
 embeddings, `linear_qkv` and each half of `linear_fc1` by rows, `linear_proj` and `linear_fc2` by columns. Expert parallelism gives each of
 its ranks an equal run of a layer's experts, which have tensor-parallel ranks of their own.
 """
@@ -19,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.families import FAMILIES
 from nemo_rl_like.model.forward import MegatronModel
-from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
+from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, QKV_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.tensors.packed import Packed
@@ -209,7 +209,8 @@ class WeightMap:
 
     def _merge(self, entry: Entry, parts: Sequence[Tensor]) -> Tensor:
         if entry.packing == "qkv":
-            return pack_qkv(parts[0], parts[1], parts[2], self._config.kv_heads)
+            query, key, value = parts if len(parts) == 3 else parts[0].split(self._qkv_rows())
+            return pack_qkv(query, key, value, self._config.kv_heads)
         if entry.packing == "gate_up":
             return torch.cat(list(parts))
         if entry.packing == "vocab":
@@ -219,10 +220,14 @@ class WeightMap:
 
     def _split(self, entry: Entry, full: Tensor) -> list[Tensor]:
         if entry.packing == "qkv":
-            return list(unpack_qkv(full, self._config.kv_heads, self._config.heads // self._config.kv_heads))
+            apart = unpack_qkv(full, self._config.kv_heads, self._config.heads // self._config.kv_heads)
+            return list(apart) if len(entry.hf) == 3 else [torch.cat(apart)]
         if entry.packing == "gate_up":
-            return list(full.chunk(2))
+            return list(full.chunk(len(entry.hf)))
         return [full[: self._config.vocab_size]] if entry.packing == "vocab" else [full]
+
+    def _qkv_rows(self) -> list[int]:
+        return [self._config.projections[name][0] for name in QKV_PROJECTIONS]
 
     def _padded_shape(self, entry: Entry) -> tuple[int, ...]:
         rows = self._config.padded_vocab(_tp_size()) if entry.packing == "vocab" else sum(s[0] for s in entry.shapes)
@@ -407,7 +412,7 @@ def _entries(config: ModelConfig) -> Iterator[Entry]:
     yield Entry("vocab", (_EMBEDDING,), ((vocab, hidden),), (_MCORE_EMBEDDING,))
     for layer in range(config.layers):
         yield from _layer_entries(config, layer)
-    yield Entry("whole", ("model.norm.weight",), ((hidden,),), ("decoder.final_layernorm.weight",))
+    yield from _norm_entries(config, "model.norm", ("decoder.final_layernorm.",), hidden)
     if config.score_head:
         yield Entry("whole", (SCORE,), ((1, hidden),), (SCORE,))
     elif not config.tie_embeddings:
@@ -420,49 +425,54 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
     def hf(*names: str) -> tuple[str, ...]:
         return tuple(f"model.layers.{layer}.{name}" for name in names)
 
-    entry = partial(Entry, layer=layer)
-    yield entry(
-        "whole",
-        hf("input_layernorm.weight"),
-        ((hidden,),),
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-    )
-    qkv = ("q_proj", "k_proj", "v_proj")
-    yield entry(
-        "qkv",
-        hf(*(f"self_attn.{p}.weight" for p in qkv)),
-        tuple(matrices[p] for p in qkv),
-        ("self_attention.linear_qkv.weight",),
-    )
-    if config.qkv_bias:
-        shapes = tuple(matrices[p][:1] for p in qkv)
-        yield entry("qkv", hf(*(f"self_attn.{p}.bias" for p in qkv)), shapes, ("self_attention.linear_qkv.bias",))
-    if config.qk_norm:
+    entry, norm = partial(Entry, layer=layer), partial(_norm_entries, config, layer=layer)
+    before_mlp = hf("pre_feedforward_layernorm" if config.traits.post_norms else "post_attention_layernorm")[0]
+    yield from norm(hf("input_layernorm")[0], ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"), hidden)
+    qkv = {f"self_attn.{p}": matrices[p] for p in QKV_PROJECTIONS}
+    if config.traits.packed:
+        qkv = _one_below_the_other("self_attn.qkv_proj", qkv)
+    weights = hf(*(f"{p}.weight" for p in qkv))
+    yield entry("qkv", weights, tuple(qkv.values()), ("self_attention.linear_qkv.weight",))
+    if config.traits.qkv_bias:
+        shapes = tuple(shape[:1] for shape in qkv.values())
+        yield entry("qkv", hf(*(f"{p}.bias" for p in qkv)), shapes, ("self_attention.linear_qkv.bias",))
+    if config.traits.qk_norm:
         for x in "qk":
-            yield entry(
-                "whole",
-                hf(f"self_attn.{x}_norm.weight"),
-                ((config.head_dim,),),
-                (f"self_attention.{x}_layernorm.weight",),
-            )
-    out = ("self_attention.linear_proj.weight",)
-    yield entry("columns", hf("self_attn.o_proj.weight"), (matrices["o_proj"],), out)
-    yield entry(
-        "whole",
-        hf("post_attention_layernorm.weight"),
-        ((hidden,),),
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-    )
+            yield from norm(hf(f"self_attn.{x}_norm")[0], (f"self_attention.{x}_layernorm.",), config.head_dim)
+    out = hf("self_attn.o_proj.weight")
+    yield entry("columns", out, (matrices["o_proj"],), ("self_attention.linear_proj.weight",))
+    if config.traits.post_norms:
+        yield from norm(hf("post_attention_layernorm")[0], ("post_attention_layernorm.",), hidden)
+        yield from norm(hf("post_feedforward_layernorm")[0], ("post_mlp_layernorm.",), hidden)
+    yield from norm(before_mlp, ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), hidden)
     if config.experts is not None:
         yield from _expert_entries(config, layer)
         return
-    gate_up = hf("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    yield entry("gate_up", gate_up, (matrices["gate_proj"], matrices["up_proj"]), ("mlp.linear_fc1.weight",))
+    gate_up = {f"mlp.{p}": matrices[p] for p in config.traits.projections}
+    if config.traits.packed:
+        gate_up = _one_below_the_other("mlp.gate_up_proj", gate_up)
+    weights = hf(*(f"{p}.weight" for p in gate_up))
+    packing: Packing = "gate_up" if config.traits.gated else "rows"
+    yield entry(packing, weights, tuple(gate_up.values()), ("mlp.linear_fc1.weight",))
     yield entry("columns", hf("mlp.down_proj.weight"), (matrices["down_proj"],), ("mlp.linear_fc2.weight",))
 
 
+def _norm_entries(
+    config: ModelConfig, hf: str, names: tuple[str, ...], width: int, layer: int | None = None
+) -> Iterator[Entry]:
+    """A norm's weight, and its bias where it has one; `names` are Megatron's without those words."""
+    for part in ("weight", "bias") if config.traits.norm == "layer_1p" else ("weight",):
+        yield Entry("whole", (f"{hf}.{part}",), ((width,),), tuple(name + part for name in names), layer)
+
+
+def _one_below_the_other(name: str, matrices: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """The one matrix, `name`, that a packed file has in the place of several."""
+    shapes = list(matrices.values())
+    return {name: (sum(rows for rows, _ in shapes), shapes[0][1])}
+
+
 def _expert_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    experts, names = config.experts, FAMILIES[config.family].experts
+    experts, names = config.experts, config.traits.experts
     if experts is None or names is None:
         raise ValueError(f"a {config.family} model has no experts")
     gate, up, down = names.projections

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +57,44 @@ def test_values_and_gradients_equal_float64_for_any_chunk(
     loss.backward()
     expected.backward()
     assert torch.allclose(out.logprobs.double(), logprobs, atol=5e-6)
+    assert hidden.grad is not None and torch.allclose(hidden.grad.double(), states.grad, atol=2e-5)
+    assert head.weight.grad is not None and torch.allclose(head.weight.grad.double(), weight.grad, atol=2e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    chunk=st.integers(1, 6),
+    count=st.integers(1, 3),
+    padding=st.integers(0, 3),
+    temperature=st.sampled_from([1.0, 1.7]),
+    entropy=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_capped_logits_equal_float64_in_value_and_gradient(
+    chunk: int, count: int, padding: int, temperature: float, entropy: bool, seed: int
+) -> None:
+    hidden, head, _ = draw(5, 6, 17, padding, seed)
+    head = replace(head, cap=1.5)
+    targets = torch.stack([torch.randperm(17)[:count] for _ in range(5)]) if count > 1 else torch.arange(5)
+    out = token_logprobs(
+        hidden, head, targets, temperature=temperature, chunk_tokens=chunk, want_entropy=entropy, want_log_norm=True
+    )
+    states, weight = hidden.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()
+    capped = 1.5 * (states @ weight[:17].t() / 1.5).tanh()
+    assert torch.allclose(full_logits(hidden, head).double(), capped, atol=5e-6)
+    logits = capped / temperature
+    log_softmax = logits.log_softmax(-1)
+    want = log_softmax.gather(1, targets.view(5, -1)).view(targets.shape)
+    g = torch.randn(targets.shape)
+    loss, expected = (out.logprobs * g).sum(), (want * g).sum()
+    assert out.log_norm is not None
+    loss, expected = loss + out.log_norm.square().sum(), expected + logits.logsumexp(-1).square().sum()
+    if out.entropy is not None:
+        loss = loss + out.entropy.sum()
+        expected = expected - (log_softmax.exp() * log_softmax).sum()
+    loss.backward()
+    expected.backward()
+    assert torch.allclose(out.logprobs.double(), want, atol=5e-6)
     assert hidden.grad is not None and torch.allclose(hidden.grad.double(), states.grad, atol=2e-5)
     assert head.weight.grad is not None and torch.allclose(head.weight.grad.double(), weight.grad, atol=2e-5)
 

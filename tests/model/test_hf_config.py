@@ -6,38 +6,105 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    NemotronConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.spec.model import ModelInitSpec
+from nemo_rl_like.spec.model import LinearRope, ModelInitSpec
 from nemo_rl_like.spec.policy import LayoutSpec
+from tests.model import tiny
 
 CONFIGS = (
     LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=5e5, eos_token_id=[2, 3]),
     Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True),
     Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_theta=1e6),
     MixtralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6),
+    Gemma2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3),
+    Gemma3TextConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=8,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    ),
+    MistralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
+    Qwen3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        max_window_layers=1,
+    ),
+    NemotronConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
+    Phi3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, partial_rotary_factor=0.75),
     Qwen3MoeConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=6, num_experts_per_tok=2
     ),
+)
+ATTENTION_KEYS = (
+    "sliding_window",
+    "layer_types",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
 )
 BASE = ModelConfig.from_hf_dict(CONFIGS[0].to_dict()).to_hf_dict()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.model_type)
-def test_what_is_written_is_read_back_here_and_by_transformers(config: LlamaConfig, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_here_and_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
     shape = ModelConfig.from_hf_dict(config.to_dict())
     (tmp_path / "config.json").write_text(json.dumps(shape.to_hf_dict()))
     assert ModelConfig.from_hf_folder(tmp_path) == shape
     theirs = AutoConfig.from_pretrained(str(tmp_path))
     assert theirs.model_type == config.model_type
-    assert theirs.rope_parameters["rope_theta"] == config.rope_parameters["rope_theta"] == shape.rope_theta
-    for name in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps", "eos_token_id"):
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert rope["rope_theta"] == shape.rope_theta and rope.get("partial_rotary_factor", 1.0) == shape.rotary_share
+    assert theirs.rope_parameters == config.rope_parameters
+    for name in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "eos_token_id"):
         assert getattr(theirs, name) == getattr(config, name), name
-    for name in ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
+    for name in (
+        *ATTENTION_KEYS,
+        "rms_norm_eps",
+        "norm_eps",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+    ):
         assert getattr(theirs, name, None) == getattr(config, name, None), name
+
+
+def test_the_older_keys_of_gemma_3_are_read_too() -> None:
+    """config.json of transformers 4: the pattern as a number, the base of windows by itself, a tied head not told."""
+    raw = {
+        "model_type": "gemma3_text", "vocab_size": 9, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
+        "num_attention_heads": 4, "sliding_window": 512, "sliding_window_pattern": 3, "rope_theta": 1e6,
+        "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }  # fmt: skip
+    shape = ModelConfig.from_hf_dict(raw)
+    assert shape.attention.windowed == (True, True, False, True, True) and shape.attention.window == 512
+    assert (shape.rope_theta, shape.window_rope_theta, shape.rope_scaling) == (1e6, 2e4, LinearRope(factor=8.0))
+    assert shape.tie_embeddings and shape.head_dim == 256
 
 
 def test_the_older_rope_theta_is_read_too() -> None:
@@ -51,15 +118,27 @@ def test_the_older_rope_theta_is_read_too() -> None:
     [
         (
             {"model_type": "bloom"},
-            "model_type is 'bloom'; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+            "model_type is 'bloom'; supported are gemma2, gemma3_text, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen3",
         ),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_parameters.rope_type is 'dynamic'"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope_scaling.rope_type"),
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window is 128"),
-        ({"model_type": "mistral", "architectures": None, "sliding_window": 4096}, "sliding_window is 4096"),
-        ({"model_type": "mistral", "architectures": None}, "sliding_window is 4096"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": "far"}, "sliding_window is 'far'"),
+        (
+            {"model_type": "qwen2", "architectures": None, "layer_types": ["sliding_attention"] * 32},
+            "layer_types has 'sliding_attention', but there is no sliding window",
+        ),
+        ({"model_type": "qwen2", "architectures": None, "layer_types": ["full_attention"]}, "has 1 entries for 32"),
+        ({"model_type": "qwen3", "architectures": None, "layer_types": ["chunked"]}, "layer_types is ['chunked']"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is set"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        (
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 1.0}}},
+            "rope_parameters.sliding_attention is given",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -70,6 +149,14 @@ def test_the_older_rope_theta_is_read_too() -> None:
         ({"vocab_size": None}, "vocab_size is None"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
+        ({"model_type": "phi3", "architectures": None, "resid_pdrop": 0.1}, "resid_pdrop is not 0"),
+        ({"model_type": "phi3", "architectures": None, "partial_rotary_factor": 1.5}, "expected in (0, 1]"),
+        ({"model_type": "phi3", "architectures": None, "partial_rotary_factor": 0.2}, "positions turn 0.2"),
+        (
+            {"model_type": "phi3", "architectures": None, "rope_parameters": {"rope_type": "longrope"}},
+            "rope_type is 'longrope'; supported are default",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change: dict[str, object], named: str) -> None:
@@ -139,7 +226,7 @@ def test_a_layout_that_does_not_divide_the_model_says_which_do() -> None:
 def test_the_vocabulary_is_padded_to_the_ranks() -> None:
     shape = ModelConfig.from_hf_dict({**BASE, "vocab_size": 131})
     assert [shape.padded_vocab(tp) for tp in (1, 2, 3)] == [131, 132, 132]
-    assert set(FAMILIES) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+    assert {*FAMILIES, "llama_tied"} == set(tiny.FAMILIES)
 
 
 def test_a_classifier_of_one_label_has_a_score_head_and_no_logits() -> None:

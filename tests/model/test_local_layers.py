@@ -16,7 +16,9 @@ from nemo_rl_like.model.heads import OutputHead, output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import plan_microbatches
-from nemo_rl_like.model.local_layers import _Linear, _RmsNorm, _SplitHeads, _SwiGlu
+from nemo_rl_like.model.local_activations import GeGlu, SquaredRelu, SwiGlu
+from nemo_rl_like.model.local_layers import _Linear, _SplitHeads
+from nemo_rl_like.model.local_norms import _RmsNorm
 from nemo_rl_like.model.rope import rotary_frequencies
 from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
@@ -57,7 +59,22 @@ def test_swiglu_equals_its_equation() -> None:
         gate, up = both.chunk(2, dim=-1)
         return gate * gate.sigmoid() * up
 
-    assert_same(_SwiGlu.apply, reference, [torch.randn(7, 2, 12) * 3])
+    assert_same(SwiGlu.apply, reference, [torch.randn(7, 2, 12) * 3])
+
+
+def test_geglu_equals_its_equation() -> None:
+    torch.manual_seed(0)
+
+    def reference(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return 0.5 * gate * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+
+    assert_same(GeGlu.apply, reference, [torch.randn(7, 2, 12) * 3])
+
+
+def test_the_square_of_relu_equals_its_equation() -> None:
+    torch.manual_seed(0)
+    assert_same(SquaredRelu.apply, lambda x: torch.where(x > 0, x * x, 0.0), [torch.randn(7, 2, 12) * 3])
 
 
 def rotary(tokens: int, rows: int, dtype: torch.dtype) -> Rotary:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.activations import Activations, HeadShape, MicroBatchShape
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.known_shapes import KNOWN_SHAPES
 from nemo_rl_like.model.memory import Dtype, Memory, Training, parameter_buffers
 from nemo_rl_like.spec.policy import LayoutSpec
@@ -84,6 +86,21 @@ def test_the_head_is_on_the_last_stage_and_grows_with_its_chunks() -> None:
 def test_transformer_engines_layers_keep_more_of_swiglu_than_this_packages() -> None:
     ours, theirs = (Activations(LLAMA, LayoutSpec(), ROWS, 2, layers) for layers in ("local", "transformer_engine"))
     assert theirs.feed_forward() * 3 == ours.feed_forward() * 5
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("mistral", "a sliding window"),
+        ("gemma2", "capped attention scores, capped logits"),
+        ("gemma3_text", "norms behind attention"),
+        ("nemotron", "feed-forward layers without a gate"),
+    ],
+)
+def test_a_model_that_no_count_describes_is_refused(folders: dict[str, Path], family: str, named: str) -> None:
+    config = ModelConfig.from_hf_folder(folders[family])
+    with pytest.raises(InputError, match=f"the {family} model has .*{named}"):
+        Training(config, "float32", ROWS).memory(LayoutSpec(), 0)
 
 
 def test_a_layout_that_cannot_be_is_refused() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.model import tiny
 from tests.model.parallel_rank import (
@@ -43,7 +42,7 @@ def layouts_of(family: str) -> list[object]:
 def test_logits_equal_hugging_face_in_every_layout(
     four_ranks: Results, folders: dict[str, Path], family: str, layout: str
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(str(folders[family]), dtype=torch.float32)
+    model = tiny.hugging_face(folders[family])
     rows = [list(range(40)), [3, 1, 4], [7]]
     with torch.no_grad():
         expected = torch.cat([model(input_ids=torch.tensor([row])).logits[0] for row in rows])

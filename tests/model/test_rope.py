@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -59,6 +59,7 @@ def hf_config(scaling: RopeScalingSpec | None, theta: float = 10000.0) -> LlamaC
     return LlamaConfig(**shape, rope_parameters=rope_to_hf_dict(theta, scaling)["rope_parameters"])
 
 
+@settings(deadline=None)
 @given(scaling=scalings, theta=st.floats(100.0, 1e6))
 def test_frequencies_and_amplitude_are_those_of_transformers(scaling: RopeScalingSpec, theta: float) -> None:
     want, amplitude = ROPE_INIT_FUNCTIONS[scaling.kind](hf_config(scaling, theta), torch.device("cpu"))

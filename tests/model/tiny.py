@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -29,10 +37,12 @@ from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 VOCAB = 131
 """Odd, so that two tensor-parallel ranks need padding."""
-DENSE = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
+DENSE = ("gemma2", "gemma3_text", "llama", "llama_tied", "mistral", "nemotron", "phi3", "qwen2", "qwen3")
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 FAMILIES = (*DENSE, *MIXTURES)
+FROM_ONE = ("gemma2", "gemma3_text", "nemotron")
+"""Families whose norms multiply by 1 + weight."""
 OWN_KEYS = ("mistral", "qwen3_moe")
 """Families with a key and value head for each of the four query heads, the others have two."""
 _SHAPE = {
@@ -55,9 +65,22 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     if family.startswith("llama"):
         model = LlamaForCausalLM(LlamaConfig(**_SHAPE, head_dim=16, tie_word_embeddings=family == "llama_tied"))
     elif family == "mistral":
-        model = MistralForCausalLM(MistralConfig(**{**_SHAPE, **_OWN_KEYS}, head_dim=16, sliding_window=None))
+        model = MistralForCausalLM(MistralConfig(**{**_SHAPE, **_OWN_KEYS}, head_dim=16, sliding_window=7))
     elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True))
+        windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+        model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, tie_word_embeddings=True, **windows))
+    elif family == "gemma2":
+        caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24}
+        model = Gemma2ForCausalLM(Gemma2Config(**_SHAPE, **caps, head_dim=16, sliding_window=5))
+    elif family == "gemma3_text":
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        model = Gemma3ForCausalLM(_gemma3(layer_types=kinds, sliding_window=5, query_pre_attn_scalar=24))
+    elif family == "nemotron":
+        shape = {key: value for key, value in _SHAPE.items() if key != "rms_norm_eps"}
+        model = NemotronForCausalLM(NemotronConfig(**shape, head_dim=16))
+    elif family == "phi3":
+        no_padding = {"pad_token_id": None, "eos_token_id": 1, "partial_rotary_factor": 0.75}
+        model = Phi3ForCausalLM(Phi3Config(**_SHAPE, **no_padding))
     elif family == "mixtral":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
         model = MixtralForCausalLM(MixtralConfig(**_SHAPE, head_dim=16, **experts))
@@ -69,10 +92,26 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.normal_(1.0, 0.2)
+                parameter.normal_(0.0 if family in FROM_ONE else 1.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
     return model
+
+
+def _gemma3(**more: object) -> Gemma3TextConfig:
+    """Global positions are stretched, and turn by another base than those within windows."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    shape = {key: value for key, value in _SHAPE.items() if key != "rope_theta"}
+    return Gemma3TextConfig(**shape, head_dim=16, rope_parameters=rope, **more)
+
+
+def hugging_face(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' model of a folder, as its equations say: fused attention leaves out caps, grouped experts know no float64."""
+    eager = {"experts_implementation": "eager", "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **eager)
 
 
 def save_models(folder: Path) -> dict[str, Path]:
@@ -139,7 +178,7 @@ def reference(
     router: RouterSpec | None = None,
 ) -> Reference:
     """Log-probs and gradients of one padded-free row after another in transformers; with `router`, of its losses too."""
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, experts_implementation="eager").train()
+    model = hugging_face(folder, dtype).train()
     parts, entropies, log_norms = [], [], []
     of_routers = torch.zeros((), dtype=dtype)
     mask = batch.loss_mask

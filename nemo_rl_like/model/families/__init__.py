@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nemo_rl_like.model.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from nemo_rl_like.model.families.family import ExpertNames, Family
+from nemo_rl_like.model.families import (
+    gemma2,
+    gemma3_text,
+    llama,
+    mistral,
+    mixtral,
+    nemotron,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from nemo_rl_like.model.families.family import ExpertNames, Family, Windows
 
-_MODULES = (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_MODULES = (gemma2, gemma3_text, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen3, qwen3_moe)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By `model_type`."""
 
-__all__ = ["FAMILIES", "ExpertNames", "Family"]
+__all__ = ["FAMILIES", "ExpertNames", "Family", "Windows"]

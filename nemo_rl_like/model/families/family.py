@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+Norm = Literal["rms", "rms_1p", "layer_1p"]
+"""RMSNorm; with weights that count from one; LayerNorm with a bias and weights that count from one."""
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""Of feed-forward layers; `relu2` is the square of ReLU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,29 +29,86 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """How a config.json says which layers attend within a `sliding_window`; in every layer, unless said otherwise here."""
+
+    default: int | None = None
+    """`sliding_window` of a config.json that does not say."""
+    switch: bool = False
+    """Only with `use_sliding_window: true`, and from layer `max_window_layers` on (Qwen)."""
+    full_every: int | None = None
+    """Each so-manyth layer attends to everything (Gemma)."""
+    typed: bool = False
+    """`layer_types` may name the layers one by one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
-    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped-query attention."""
+    """A decoder with norms, a feed-forward layer, rotary positions and grouped-query attention; Llama's, unless said otherwise here."""
 
     model_type: str
     """Name in config.json."""
     architecture: str
     """Hugging Face's class that ends in logits."""
+    classifier: str | None = None
+    """Its class that ends in one number a token, where the name is not `architecture`'s with another end."""
     qkv_bias: bool = False
     """The query, key and value projections have a bias."""
     qk_norm: bool = False
     """Queries and keys pass an RMSNorm of their own."""
     window_counts: bool = True
-    """A `sliding_window` in config.json is attended within; False: only with `use_sliding_window: true` (Qwen)."""
-    default_window: int | None = None
-    """`sliding_window` of a config.json that does not say."""
+    """A `sliding_window` in the config.json of a family without `windows` means one; False: only with `use_sliding_window: true`."""
+    windows: Windows | None = None
+    """Layers may attend within a window; None: they all attend to everything."""
+    packed: bool = False
+    """A file has one tensor of queries, keys and values, one below the other, and one of gate and up (`qkv_proj`, `gate_up_proj`)."""
+    rotary_share: float | None = None
+    """`partial_rotary_factor` of a config.json that does not say; None: positions turn whole heads."""
+    rope_kinds: tuple[str, ...] = ("linear", "llama3", "yarn")
+    """How transformers can stretch its positions."""
+    norm: Norm = "rms"
+    """Every norm of the model."""
     norm_eps: float = 1e-6
-    """Epsilon of every RMSNorm where config.json gives none."""
+    """Epsilon of every norm where config.json gives none."""
+    norm_eps_key: str = "rms_norm_eps"
+    """Key of it."""
+    post_norms: bool = False
+    """A norm stands behind attention and behind the feed-forward layer too, before what they give is added (Gemma)."""
+    activation: Activation = "silu"
+    """Of the feed-forward layer."""
+    activation_key: str = "hidden_act"
+    """Key of its name."""
+    gated: bool = True
+    """The feed-forward layer multiplies two projections, one of them activated; False: it activates its only one."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the square root of their width (Gemma)."""
+    tie_embeddings: bool = False
+    """`tie_word_embeddings` of a config.json that does not say."""
+    head_dim: int | None = None
+    """Width of a head where config.json gives none; None: hidden size over heads."""
+    rope_theta: float = 10000.0
+    """Base of rotary positions where config.json gives none."""
+    window_rope_theta: float | None = None
+    """The same for layers with a window; None: they turn positions as the others do."""
+    score_scalar: int | None = None
+    """`query_pre_attn_scalar` of a config.json that does not say; None: there is no such key."""
+    score_cap: float | None = None
+    """`attn_logit_softcapping` of a config.json that does not say; None: scores are never capped."""
+    logit_caps: bool = False
+    """`final_logit_softcapping` is read."""
+    logit_cap: float | None = None
+    """What it is in a config.json that does not say."""
     experts: ExpertNames | None = None
     """Names of the experts; None: a dense model."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Further keys of a config.json that this package writes."""
 
     @property
+    def projections(self) -> tuple[str, ...]:
+        """Those into the feed-forward layer, in the order of Megatron's rows."""
+        return ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+
+    @property
     def score_architecture(self) -> str:
         """The same model with one number a token in the place of logits: reward models and critics."""
-        return self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+        return self.classifier or self.architecture.replace("ForCausalLM", "ForSequenceClassification")

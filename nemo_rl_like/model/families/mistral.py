@@ -1,9 +1,7 @@
-"""Mistral from 7B v0.3 on: Llama's layers. Earlier ones attend within a sliding window, which is not supported."""
+"""Mistral: Llama's layers, which attend within a sliding window in 7B v0.1."""
 
 from __future__ import annotations
 
-from nemo_rl_like.model.families.family import Family
+from nemo_rl_like.model.families.family import Family, Windows
 
-FAMILY = Family(
-    model_type="mistral", architecture="MistralForCausalLM", default_window=4096, written={"sliding_window": None}
-)
+FAMILY = Family(model_type="mistral", architecture="MistralForCausalLM", windows=Windows(default=4096))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_rl_like.model.families.family import ExpertNames, Family
+from nemo_rl_like.model.families.family import ExpertNames, Family, Windows
 
 FAMILY = Family(
     model_type="mixtral",
@@ -14,5 +14,5 @@ FAMILY = Family(
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     ),
-    written={"sliding_window": None},
+    windows=Windows(),
 )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from nemo_rl_like.model.families.family import Family
+from nemo_rl_like.model.families.family import Family, Windows
 
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     qkv_bias=True,
-    window_counts=False,
-    written={"use_sliding_window": False, "sliding_window": None},
+    windows=Windows(default=4096, switch=True, typed=True),
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nemo_rl_like.model.families.family import Family
+from nemo_rl_like.model.families.family import Family, Windows
 
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     qk_norm=True,
-    window_counts=False,
-    written={"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+    windows=Windows(default=4096, switch=True, typed=True),
+    written={"attention_bias": False},
 )

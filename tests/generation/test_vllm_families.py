@@ -1,16 +1,29 @@
-"""vLLM takes over the weights of models with experts, and gives their log-probs."""
+"""vLLM takes over the weights of models of every family, and gives their log-probs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    MistralConfig,
+    MixtralConfig,
+    NemotronConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
 from nemo_rl_like.generation.vllm import VllmEngine
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.shared_memory import SharedMemorySender
 from tests.model.tiny import as_on_disk
@@ -27,17 +40,27 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 256,
-    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+EXPERTS = {"num_experts_per_tok": 2}
+WINDOW = 16
+"""Shorter than the probes."""
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**SHAPE, **EXPERTS, num_local_experts=4, sliding_window=None),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=64, norm_topk_prob=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "phi3": Phi3Config(**SHAPE, partial_rotary_factor=0.5),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=WINDOW, query_pre_attn_scalar=24, final_logit_softcapping=3.0),
+    "gemma3_text": Gemma3TextConfig(**SHAPE, sliding_window=WINDOW, sliding_window_pattern=2),
+    "nemotron": NemotronConfig(**SHAPE),
 }
 
 
 def make(family: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    if family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, sliding_window=None))
-    else:
-        own = {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **own))
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith("norm.weight"):
@@ -45,11 +68,18 @@ def make(family: str, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_an_engine_has_the_log_probs_of_experts_before_and_after_updates(family: str, tmp_path: Path) -> None:
+def write(model: PreTrainedModel, folder: Path) -> None:
+    """A Hugging Face folder with the config.json that this package writes."""
+    model.save_pretrained(folder)
+    config = ModelConfig.from_hf_folder(folder)
+    (folder / "config.json").write_text(json.dumps(config.to_hf_dict()), encoding="utf-8")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_engine_has_the_log_probs_of_a_family_before_and_after_updates(family: str, tmp_path: Path) -> None:
     first = make(family, 0)
-    first.save_pretrained(tmp_path / "model")
+    write(first, tmp_path / "model")
     engine = VllmEngine(
         RankContext("engine", 0, 1, {"dp": 1}, {"dp": 0}, "127.0.0.1", 0, 1, tmp_path / "log", "localhost"),
         model_folder=str(tmp_path / "model"),
