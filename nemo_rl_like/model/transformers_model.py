@@ -40,6 +40,7 @@ class TransformersModel(torch.nn.Module):
         self.hf = hf
         self.windowed = is_windowed(settings)
         self.logit_scale = _logit_scale(settings)
+        self.logit_cap: float | None = settings.get("final_logit_softcapping") or None
         self._file_names = _file_names(hf)
         self._eager = hf.config._attn_implementation == "eager"
 
@@ -68,7 +69,7 @@ class TransformersModel(torch.nn.Module):
     def head(self) -> OutputHead:
         """The output head; its logits are to be multiplied by `logit_scale`."""
         weight = self.hf.get_output_embeddings().weight
-        return OutputHead(weight, weight.shape[0])
+        return OutputHead(weight, weight.shape[0], cap=self.logit_cap)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """float32 [b, s, V] as the model itself computes them."""
@@ -198,10 +199,10 @@ def _logit_scale(settings: Settings) -> float:
 
 def _refuse(settings: Settings, folder: Path) -> None:
     """Raise InputError for what is known to be computed otherwise here."""
-    if settings.get("final_logit_softcapping"):
+    if settings.get("final_logit_softcapping") and _logit_scale(settings) != 1:
         raise InputError(
-            f"{folder}/config.json: final_logit_softcapping is {settings['final_logit_softcapping']}, and `policy.backend: fsdp` computes no "
-            "capped logits; set it to null if the model may do without"
+            f"{folder}/config.json: final_logit_softcapping and a scale of logits are both set, and which comes first depends on the model; "
+            "`policy.backend: fsdp` knows neither order"
         )
     if settings.get("quantization_config"):
         raise InputError(f"{folder}/config.json: quantization_config is set; load unquantised weights")
