@@ -67,6 +67,27 @@ class MicroBatch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of a minibatch over all data-parallel ranks, as one of them plans them."""
+
+    mine: list[MicroBatch]
+    """This rank's; every rank has as many."""
+    filled: float
+    """Tokens that the rows need over the token budget of all passes of all ranks; above 1 where a row is longer than the budget."""
+    imbalance: float
+    """Cost of the dearest rank's rows over the mean; 1: even."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By the names under which a step reports them."""
+        return {
+            "passes/per_rank": float(len(self.mine)),
+            "passes/filled": self.filled,
+            "passes/imbalance": self.imbalance,
+        }
+
+
 def plan_microbatches(
     batch: TokenBatch,
     rows: Sequence[int],
@@ -79,6 +100,32 @@ def plan_microbatches(
     pair_cost: float = 0.0,
     with_row_places: bool = False,
 ) -> list[MicroBatch]:
+    """This rank's passes of `plan_passes`."""
+    return plan_passes(
+        batch,
+        rows,
+        dp_size=dp_size,
+        dp_rank=dp_rank,
+        kind=kind,
+        token_budget=token_budget,
+        together=together,
+        pair_cost=pair_cost,
+        with_row_places=with_row_places,
+    ).mine
+
+
+def plan_passes(
+    batch: TokenBatch,
+    rows: Sequence[int],
+    *,
+    dp_size: int,
+    dp_rank: int,
+    kind: Kind,
+    token_budget: int,
+    together: Tensor | None = None,
+    pair_cost: float = 0.0,
+    with_row_places: bool = False,
+) -> Passes:
     """This data-parallel rank's share of `rows` (the whole minibatch's), cut into passes of at most `token_budget` tokens.
 
     Ranks get rows of similar cost: their tokens, and `pair_cost` for each pair of a token and one that it attends to, in tokens (see
@@ -91,11 +138,17 @@ def plan_microbatches(
     units = planner.units()
     if together is not None:
         units = _merged(units, together.tolist())
-    hands = [units] if dp_size == 1 else _deal(units, dp_size, lambda unit: planner.cost(unit, pair_cost))
+    hands, costs = [units], [1.0]
+    if dp_size > 1:
+        hands, costs = _deal(units, dp_size, lambda unit: planner.cost(unit, pair_cost))
     passes = [planner.passes(hand) for hand in hands]
     count = max(1, max(len(p) for p in passes))
     mine = [planner.build(p) for p in passes[dp_rank]]
-    return mine + [_nothing(kind)] * (count - len(mine))
+    return Passes(
+        mine + [_nothing(kind)] * (count - len(mine)),
+        filled=sum(unit.tokens for unit in units) / (count * dp_size * token_budget),
+        imbalance=max(costs) * dp_size / sum(costs) if any(costs) else 1.0,
+    )
 
 
 def attention_pair_cost(config: ModelConfig) -> float:
@@ -379,15 +432,15 @@ def _merged(units: list[_Unit], together: list[int]) -> list[_Unit]:
     return list(merged.values())
 
 
-def _deal(units: list[_Unit], ranks: int, cost: Callable[[_Unit], float]) -> list[list[_Unit]]:
-    """Dearest unit first, each to the rank with the least to do so far."""
+def _deal(units: list[_Unit], ranks: int, cost: Callable[[_Unit], float]) -> tuple[list[list[_Unit]], list[float]]:
+    """Dearest unit first, each to the rank with the least to do so far; the units of each rank, and what they cost."""
     hands: list[list[_Unit]] = [[] for _ in range(ranks)]
     load = [(0.0, rank) for rank in range(ranks)]
     for price, unit in sorted(((cost(unit), unit) for unit in units), key=lambda priced: -priced[0]):
         so_far, rank = heapq.heappop(load)
         hands[rank].append(unit)
         heapq.heappush(load, (so_far + price, rank))
-    return hands
+    return hands, [so_far for so_far, _ in load]
 
 
 def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -20,7 +20,7 @@ from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.model.layouts import MicroBatch, plan_passes
 from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
@@ -123,7 +123,8 @@ class PolicyRank:
         if step is None:
             raise NonFinite(f"update {self.backend.updates}: a gradient is not finite, the step was not made")
         faults.point("optimizer.mid")
-        return {**metrics, "grad_norm": step.grad_norm, "lr": step.lr, "trained_rows": float(stats.live_rows.sum())}
+        trained = {"grad_norm": step.grad_norm, "lr": step.lr, "trained_rows": float(stats.live_rows.sum())}
+        return {**metrics, **trained, **walked.passes}
 
     def _add_gradients(self, batch: TokenBatch, auxiliary: Auxiliary) -> Tensor:
         """Add the further loss's gradients to those of the step, before the step's own walk; sums of its metrics."""
@@ -180,7 +181,7 @@ class PolicyRank:
     def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
         """Pass the rows marked true through the model."""
         dp_size, dp_rank = self.backend.replicas
-        micro_batches = plan_microbatches(
+        passes = plan_passes(
             batch,
             rows.nonzero()[:, 0].tolist(),
             dp_size=dp_size,
@@ -217,9 +218,10 @@ class PolicyRank:
             return part.loss * walk.scale
 
         with self._balanced(rows, walk, training):
-            self.backend.run(micro_batches, score, training=training, finalize=walk.finalize)
+            self.backend.run(passes.mine, score, training=training, finalize=walk.finalize)
         whole = self.backend.share(torch.cat([flat, entropy, sums]))
-        return Walked(*whole.split([flat.numel(), entropy.numel(), sums.numel()]))
+        logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
+        return Walked(logprobs, entropy, sums, passes.metrics)
 
     def _balances(self, walk: Walk, training: bool) -> bool:
         """Whether routers are balanced: in a step's own walk. The log-probs of others and further losses leave them alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,8 @@ class Walked:
     """float32 [N] if it was to be kept, else empty."""
     sums: Tensor
     """Sums of the objective's metrics."""
+    passes: Mapping[str, float]
+    """How the rows were laid out, see `Passes.metrics`."""
 
 
 def head_outputs(

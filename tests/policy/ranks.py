@@ -77,6 +77,11 @@ def save_checkpoint(
     return root / f"step_{step}"
 
 
+def of_any_layout(metrics: dict[str, float]) -> dict[str, float]:
+    """Those that must not depend on how rows are laid out over passes and ranks."""
+    return {name: value for name, value in metrics.items() if not name.startswith("passes/")}
+
+
 def state_of(member: PolicyRank) -> dict[str, torch.Tensor]:
     """The optimizer's whole state by `kind/name`, on every rank."""
     shares = member.backend.store._state(member.backend.optimizer)  # type: ignore[attr-defined]
