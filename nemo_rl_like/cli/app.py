@@ -117,6 +117,7 @@ def layout(
     micro_batch_tokens: Annotated[int, typer.Option(min=1, help="`policy.micro_batch_tokens`.")] = 16384,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one update, over all GPUs.")] = 1 << 20,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks; default: any.")] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks; default: any.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel stages; default: any.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks; default: any.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks; default: any.")] = None,
@@ -128,7 +129,7 @@ def layout(
     """Plan which `policy.layout` fits a number of GPUs; nothing is run."""
     from nemo_rl_like.cli.commands import layout as command
 
-    asked = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+    asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
     question = command.question(model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens)
     if not command.layout(model, question, {k: v for k, v in asked.items() if v is not None}, as_json=as_json):
         raise typer.Exit(2)

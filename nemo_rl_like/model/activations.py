@@ -100,19 +100,19 @@ class Activations:
         """Queries, keys, values, output and log-sum-exp of one layer's attention, as scaled_dot_product_attention saves them."""
         if self.layers == "transformer_engine":
             return self._transformer_engine_attention()
-        q, k, e = self._queries, self._keys, self.itemsize
+        cp, e = self.layout.cp, self.itemsize
+        q, k = self._queries // cp, self._keys // cp  # of whole rows, some heads
         total = 0
         for block in self.rows.blocks:
             places = block.rows * block.queries
-            total += places * q * e + FLOAT32 * places * self._heads  # output, log-sum-exp
+            total += places * q * e + FLOAT32 * places * self._heads // cp  # output, log-sum-exp
             total += places * q * e * block.padded  # _Pad of queries
             if block.padded or block.mask_rows:  # _Pad, or prompt and own, of keys and values
                 total += 2 * block.rows * block.keys * k * e
-        padded = any(block.padded for block in self.rows.blocks) or self._tokens > self.rows.tokens
-        if (
-            padded or len(self.rows.blocks) > 1
-        ):  # _Unpad, pad or cat: linear_proj saves another tensor than the attention's output
-            total += self._tokens * q * e
+        padded = any(block.padded for block in self.rows.blocks) or self._tokens * cp > self.rows.tokens
+        # _Unpad, pad or cat, or _AllToAll: linear_proj saves another tensor than the attention's output
+        if padded or cp > 1 or len(self.rows.blocks) > 1:
+            total += self._tokens * self._queries * e
         return total + self._tokens * self._projected()
 
     def _projected(self) -> int:
@@ -124,7 +124,9 @@ class Activations:
         if self.config.traits.qk_norm:
             # The key's norm keeps a view of what linear_qkv gave, the queries' norm a copy (one more view with one group), each a scale.
             norms = (q + 2 * k + q * copied) * e + FLOAT32 * (q + k) // self.config.head_dim
-            return norms + (q * query + k * key) * e
+            return norms + (q * query + k * key * (1 + (self.layout.cp > 1))) * e
+        if self.layout.cp > 1:  # _AllToAll gave queries, keys and values a tensor each
+            return (q * query + 2 * k * key) * e
         # _SplitHeads: rotated queries and keys are one tensor, of which the keys are a view; queries and values are copies.
         turned = key or (query and not copied)
         return ((q + k) * turned + q * (query and copied) + k * key) * e
@@ -180,7 +182,7 @@ class Activations:
 
     def head_peak(self) -> int:
         """The most that the head adds: chunks of vocabulary-sized numbers, gradients of the hidden states."""
-        hidden = self.rows.scored * self.config.hidden_size * FLOAT32
+        hidden = self._scored_here * self.config.hidden_size * FLOAT32
         if self.config.score_head:  # a float32 copy of 16-bit states, and its gradient
             return hidden if self.itemsize == FLOAT32 else 2 * hidden
         return max(self._head_forward(), self._head_backward())
@@ -209,11 +211,11 @@ class Activations:
         states = 2 * FLOAT32 * rows * hidden  # a float32 copy of the states, and it times a gradient
         if self.itemsize != FLOAT32:  # the matrix, and the weight's gradient before it is added to the float32 buffer
             states += self.itemsize * (rows * vocabulary + vocabulary * hidden)
-        return exponentials + FLOAT32 * self.rows.scored * hidden + entropy + states
+        return exponentials + FLOAT32 * self._scored_here * hidden + entropy + states
 
     def _chunks(self) -> tuple[list[int], int]:
         """Tokens of each chunk, the short one first, and how many of the last ones keep their exponentials."""
-        whole, rest = divmod(self.rows.scored, self.head.chunk_tokens)
+        whole, rest = divmod(self._scored_here, self.head.chunk_tokens)
         sizes = [rest] * (rest > 0) + [self.head.chunk_tokens] * whole
         room = KEPT_EXPONENTIALS // (FLOAT32 * self.head.chunk_tokens * self._vocabulary)
         return sizes, min(len(sizes), max(1, room))
@@ -254,7 +256,7 @@ class Activations:
         q, k = self._queries, self._keys
         gone = self.feed_forward() + 2 * self._residual + FLOAT32 * self._part
         places = sum(block.rows * (2 * block.queries * q + 2 * block.keys * k) for block in self.rows.blocks)
-        return self._residual + places * self.itemsize - gone
+        return self._residual + places // self.layout.cp * self.itemsize - gone
 
     def _in_embedding(self) -> int:
         """The gradient of the embedding: autograd makes it whole before it is added to the float32 buffer."""
@@ -265,8 +267,9 @@ class Activations:
 
     @property
     def _tokens(self) -> int:
-        """Places, padded so that tensor-parallel ranks get equal parts."""
-        return self.rows.tokens + (-self.rows.tokens % self.layout.tp if self.layout.sp else 0)
+        """Places of the linear layers: this rank's part of every row, padded so that tensor-parallel ranks get equal parts."""
+        parts = self.layout.cp * (self.layout.tp if self.layout.sp else 1)
+        return -(-self.rows.tokens // parts) * parts // self.layout.cp
 
     @property
     def _part(self) -> int:
@@ -281,7 +284,12 @@ class Activations:
     @property
     def _scored(self) -> int:
         """Numbers in the hidden states that reach the head."""
-        return self.rows.scored * self.config.hidden_size
+        return self._scored_here * self.config.hidden_size
+
+    @property
+    def _scored_here(self) -> int:
+        """Places that this rank's head scores, if context-parallel ranks have equally many."""
+        return -(-self.rows.scored // self.layout.cp)
 
     @property
     def _pairs(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from pydantic import ValidationError
 
@@ -83,11 +84,18 @@ class Planned:
         return 1 if self.question.config.experts is None else self.layout.ep * self.layout.expert_tp
 
     @property
+    def inner_ranks(self) -> int:
+        """Consecutive ranks that exchange activations inside every layer."""
+        return self.layout.tp * self.layout.cp
+
+    @property
     def order(self) -> tuple[bool, int, bool, float, int, int]:
-        """Less communication first: tensor parallelism inside a node, then the least tp * pp, experts inside a node, bubble, memory."""
+        """Less communication first: tensor and context parallelism inside a node, then the least tp * cp * pp, experts inside a node, bubble,
+        memory.
+        """
         return (
-            self._crosses(self.layout.tp),
-            self.layout.tp * self.layout.pp,
+            self._crosses(self.inner_ranks),
+            self.inner_ranks * self.layout.pp,
             self._crosses(self.expert_ranks),
             self.bubble,
             self.expert_ranks,
@@ -98,7 +106,8 @@ class Planned:
     def reasons(self) -> tuple[str, ...]:
         """Why it stands where it does."""
         found = []
-        for ranks, what in ((self.layout.tp, "tp"), (self.expert_ranks, "experts")):
+        inner = " * ".join(name for name, size in (("tp", self.layout.tp), ("cp", self.layout.cp)) if size > 1)
+        for ranks, what in ((self.inner_ranks, inner), (self.expert_ranks, "experts")):
             if ranks > 1:
                 where = "across nodes" if self._crosses(ranks) else "inside a node"
                 found.append(f"{what} {where}")
@@ -124,7 +133,7 @@ class NoLayout(InputError):
 
 
 def plan(question: Question, asked: Mapping[str, int]) -> tuple[Planned, ...]:
-    """Every layout of the GPUs with the sizes `asked` (of tp, pp, dp, ep and etp) that fits, best first.
+    """Every layout of the GPUs with the sizes `asked` (of tp, cp, pp, dp, ep and etp) that fits, best first.
 
     Raises NoLayout, which says why and what comes nearest, if there is none.
     """
@@ -153,17 +162,17 @@ def _planned(question: Question, layout: LayoutSpec) -> Planned:
 
 def _sizes(question: Question, asked: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Sizes whose product is the number of GPUs, those asked for as they are; experts' over the ranks of a stage."""
-    for tp in _choices(asked, "tp", question.gpus):
-        for pp in _choices(asked, "pp", question.gpus):
-            for dp in _choices(asked, "dp", question.gpus):
-                if tp * pp * dp != question.gpus:
-                    continue
-                if question.config.experts is None and not asked.keys() & {"ep", "etp"}:
-                    yield {"tp": tp, "pp": pp, "dp": dp}
-                    continue
-                for ep in _choices(asked, "ep", dp * tp):
-                    for etp in sorted({asked["etp"]} if "etp" in asked else {1, tp}):
-                        yield {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+    names = ("tp", "cp", "pp", "dp")
+    for values in product(*(_choices(asked, name, question.gpus) for name in names)):
+        sizes = dict(zip(names, values, strict=True))
+        if math.prod(values) != question.gpus:
+            continue
+        if question.config.experts is None and not asked.keys() & {"ep", "etp"}:
+            yield sizes
+            continue
+        for ep in _choices(asked, "ep", question.gpus // sizes["pp"]):
+            for etp in sorted({asked["etp"]} if "etp" in asked else {1, sizes["tp"]}):
+                yield {**sizes, "ep": ep, "etp": etp}
 
 
 def _choices(asked: Mapping[str, int], name: str, ranks: int) -> list[int]:
@@ -196,13 +205,13 @@ def _valid(question: Question, asked: Mapping[str, int]) -> Iterator[LayoutSpec]
 
 def _why_not(question: Question, asked: Mapping[str, int]) -> str:
     """Why no layout has the sizes asked for."""
-    shown = " * ".join(f"{name} {asked[name]}" for name in ("tp", "pp", "dp") if name in asked)
+    shown = " * ".join(f"{name} {asked[name]}" for name in ("tp", "cp", "pp", "dp") if name in asked)
     for sizes in _sizes(question, asked):
         try:
             _layout(question.config, sizes)
         except InputError as error:
             return str(error)
-    return f"{shown} does not divide the {question.gpus} GPUs; tp * pp * dp must be {question.gpus}"
+    return f"{shown} does not divide the {question.gpus} GPUs; tp * cp * pp * dp must be {question.gpus}"
 
 
 def _too_big(question: Question, chosen: list[Planned]) -> str:
@@ -224,7 +233,14 @@ def _too_big(question: Question, chosen: list[Planned]) -> str:
 
 def _distance(layout: LayoutSpec, asked: Mapping[str, int]) -> float:
     """Doublings between a layout's sizes and those asked for; 0: they are the same."""
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep, "etp": layout.expert_tp}
+    sizes = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "ep": layout.ep,
+        "etp": layout.expert_tp,
+    }
     return sum(abs(math.log2(sizes[name] / size)) for name, size in asked.items())
 
 

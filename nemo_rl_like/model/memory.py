@@ -79,12 +79,8 @@ class Training:
         """Bytes of a rank on a pipeline stage. Raises InputError if the model cannot be split that way."""
         self.config.check_layout(layout)
         _require_known(self.config)
-        if layout.cp > 1:
-            raise InputError(
-                f"layout.cp is {layout.cp}, and memory is estimated without context parallelism only; leave it out"
-            )
         dense, experts = parameter_buffers(self.config, layout, stage)
-        owned = dense // layout.dp + experts // layout.expert_dp
+        owned = dense // (layout.dp * layout.cp) + experts // layout.expert_dp
         item = ITEMSIZE[self.dtype]
         activations = Activations(self.config, layout, self.rows, item, self.layers, self.head)
         # 1F1B: a stage runs ahead of the last one by as many micro-batches as there are stages between them.
@@ -130,7 +126,9 @@ def parameter_buffers(config: ModelConfig, layout: LayoutSpec, stage: int) -> tu
     layers = len(config.layers_of_stage(stage, layout.pp))
     own = _aligned(_ends(config, layout, stage)) + layers * _aligned(_layer_parameters(config, layout))
     experts = layers * _aligned(_expert_parameters(config, layout))
-    return _up(own, math.lcm(layout.dp, _BUFFER_ALIGNMENT)), _up(experts, math.lcm(layout.expert_dp, _BUFFER_ALIGNMENT))
+    return _up(own, math.lcm(layout.dp * layout.cp, _BUFFER_ALIGNMENT)), _up(
+        experts, math.lcm(layout.expert_dp, _BUFFER_ALIGNMENT)
+    )
 
 
 def _aligned(sizes: Iterable[int]) -> int:

@@ -50,7 +50,7 @@ def test_a_folder_and_its_config_json_are_models_too(tmp_path: Path) -> None:
         (("nothing", "--gpus", "8"), "known names are llama-3.1-8b"),
         (("llama-3.1-8b", "--gpus", "8", "--tp", "3"), "tp 3 does not divide the 8 GPUs"),
         (("llama-3.1-8b", "--gpus", "6", "--tp", "3"), "does not divide the model's heads (32)"),
-        (("llama-3.1-8b", "--gpus", "8", "--tp", "1", "--pp", "1"), "nearest that fit: {"),
+        (("llama-3.1-8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--cp", "1"), "nearest that fit: {"),
     ],
 )
 def test_a_mistake_is_a_message_and_exit_code_2(arguments: tuple[str, ...], why: str) -> None:
@@ -61,7 +61,7 @@ def test_a_mistake_is_a_message_and_exit_code_2(arguments: tuple[str, ...], why:
 
 
 def test_json_of_a_mistake_has_the_problem_and_the_nearest_layouts() -> None:
-    done = nrl("layout", "llama-3.1-8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--json")
+    done = nrl("layout", "llama-3.1-8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--cp", "1", "--json")
     assert done.returncode == 2
     found = json.loads(done.stdout)
     assert found["ok"] is False and "GiB a GPU" in found["problem"]

@@ -22,23 +22,37 @@ def test_every_planned_layout_uses_all_gpus_divides_the_model_and_fits(question:
     assert len({planned.layout for planned in found}) == len(found)
     for planned in found:
         layout = planned.layout
-        assert layout.tp * layout.pp * layout.dp == question.gpus
+        assert layout.tp * layout.cp * layout.pp * layout.dp == question.gpus
         question.config.check_layout(layout)
         assert planned.memory.total <= 0.9 * question.gpu_gib * (1 << 30)
 
 
 @pytest.mark.parametrize("question", [EIGHT, SEVENTY, MIXTURE])
-def test_tensor_parallelism_stays_inside_a_node_and_the_least_model_parallelism_comes_first(question: Question) -> None:
+def test_tensor_and_context_parallelism_stay_inside_a_node_and_the_least_model_parallelism_comes_first(
+    question: Question,
+) -> None:
     found = plan(question, {})
-    inside = [planned.layout.tp <= question.gpus_per_node for planned in found]
+    inside = [planned.layout.tp * planned.layout.cp <= question.gpus_per_node for planned in found]
     assert inside == sorted(inside, reverse=True)
-    sizes = [p.layout.tp * p.layout.pp for p, near in zip(found, inside, strict=True) if near]
+    sizes = [p.layout.tp * p.layout.cp * p.layout.pp for p, near in zip(found, inside, strict=True) if near]
     assert sizes == sorted(sizes)
 
 
 def test_smaller_gpus_need_more_model_parallelism() -> None:
     large, small = (plan(replace(SEVENTY, gpu_gib=gib), {})[0].layout for gib in (141.0, 80.0))
-    assert large.tp * large.pp < small.tp * small.pp
+    assert large.tp * large.cp * large.pp < small.tp * small.cp * small.pp
+
+
+def test_context_parallelism_makes_long_micro_batches_fit() -> None:
+    """32768 tokens with tp 2 on 8 GPUs: not with all the rest in dp or pp, but with it in cp, which cuts activations alone."""
+    long = replace(EIGHT, micro_batch_tokens=32768)
+    with pytest.raises(NoLayout, match="nearest that fit: .*cp: 2"):
+        plan(long, {"tp": 2, "cp": 1})
+    (fitting,) = plan(long, {"tp": 2, "pp": 1})
+    assert fitting.layout == LayoutSpec(tp=2, cp=4, sp=True) and "tp * cp inside a node" in fitting.reasons
+    alone = long.training(LayoutSpec(tp=2, sp=True)).peak(LayoutSpec(tp=2, sp=True))
+    assert fitting.memory.parameters == alone.parameters
+    assert fitting.memory.activations == pytest.approx(alone.activations / 4, rel=0.02)
 
 
 def test_the_bubble_is_that_of_the_pipeline_schedule() -> None:
@@ -57,18 +71,18 @@ def test_what_does_not_fit_says_what_it_needs_and_what_comes_nearest() -> None:
     with pytest.raises(
         NoLayout, match=r"needs .* GiB a GPU \(parameters 15.0, gradients 29.9, .* and has 72.0"
     ) as caught:
-        plan(EIGHT, {"tp": 1, "pp": 1})
+        plan(EIGHT, {"tp": 1, "pp": 1, "cp": 1})
     assert "it fits with --micro-batch-tokens" in caught.value.problem
     assert caught.value.nearest[0].layout in {planned.layout for planned in plan(EIGHT, {})}
 
 
 def test_the_smaller_micro_batch_that_it_names_does_fit() -> None:
     with pytest.raises(NoLayout) as caught:
-        plan(EIGHT, {"tp": 1, "pp": 1})
+        plan(EIGHT, {"tp": 1, "pp": 1, "cp": 1})
     tokens = int(caught.value.problem.rpartition(" ")[2])
-    assert plan(replace(EIGHT, micro_batch_tokens=tokens), {"tp": 1, "pp": 1})
+    assert plan(replace(EIGHT, micro_batch_tokens=tokens), {"tp": 1, "pp": 1, "cp": 1})
     with pytest.raises(NoLayout):
-        plan(replace(EIGHT, micro_batch_tokens=2 * tokens), {"tp": 1, "pp": 1})
+        plan(replace(EIGHT, micro_batch_tokens=2 * tokens), {"tp": 1, "pp": 1, "cp": 1})
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,11 @@ LAYOUTS = {
     "tp2": LayoutSpec(tp=2),
     "tp2 sp": LayoutSpec(tp=2, sp=True),
     "pp2": LayoutSpec(pp=2),
+    "cp2": LayoutSpec(cp=2),
 }
 EXPERT_LAYOUTS = {
     "ep2": LayoutSpec(dp=2, ep=2),
+    "cp2 ep2": LayoutSpec(cp=2, ep=2),
     "tp2 sp": LayoutSpec(tp=2, sp=True),
     "tp2 sp ep2 etp1": LayoutSpec(tp=2, sp=True, ep=2, etp=1),
 }

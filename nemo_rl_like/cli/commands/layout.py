@@ -72,7 +72,7 @@ def _print(model: str, question: Question, found: Sequence[Planned]) -> None:
         f"{model} on {question.gpus} GPUs of {question.gpu_gib:g} GiB, {question.gpus_per_node} a node: {_PLANNED}.\n"
         f"bfloat16, Adam, {question.micro_batch_tokens} tokens a micro-batch, {question.step_tokens} an update; "
         f"{RESERVED:.0%} of the memory is left alone.\n"
-        "GiB of the fullest rank; the least tp * pp first, for it communicates least.\n"
+        "GiB of the fullest rank; the least tp * cp * pp first, for it communicates least.\n"
     )
     columns = [*_sizes(found[0]), "peak", *found[0].memory.parts]
     typer.echo("".join(f"{name:>{max(_WIDTH, len(name) + 2)}}" for name in columns) + "  why")
@@ -94,7 +94,7 @@ def _line(planned: Planned) -> str:
 def _sizes(planned: Planned) -> dict[str, str]:
     """The layout's columns; a dense model has none for experts."""
     spec = planned.layout
-    sizes = {"tp": spec.tp, "pp": spec.pp, "dp": spec.dp}
+    sizes = {"tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "dp": spec.dp}
     if planned.question.config.experts is not None:
         sizes |= {"ep": spec.ep, "etp": spec.expert_tp}
     return {**{name: str(size) for name, size in sizes.items()}, "sp": "yes" if spec.sp else "no"}
