@@ -86,6 +86,14 @@ def test_the_cache_grows_beyond_its_first_room(
     assert forced(load(folders["llama"]), list(PROMPTS), list(SAMPLES), continuations(6, 9), leave) <= TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "qwen2"])
+def test_a_window_leaves_prompts_and_a_rows_own_tokens_behind(
+    one_rank: None, folders: dict[str, Path], family: str
+) -> None:
+    leave = {6: [0, 3, 4]}
+    assert forced(load(folders[family]), list(PROMPTS), list(SAMPLES), continuations(6, 10), leave) <= TOLERANCE
+
+
 def test_prefill_in_several_passes_equals_one_pass(
     one_rank: None, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
