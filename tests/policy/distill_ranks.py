@@ -36,7 +36,7 @@ def conversations() -> TokenBatch:
 
 def told(this: PolicyRank, batch: TokenBatch, policy: PolicySpec, **fields: Any) -> dict[str, torch.Tensor]:
     """The extras of a batch as `this` teacher tells them."""
-    ids, logprobs = top_of_batch(this.model, batch, TopK(K, TEMPERATURE, **fields), policy)
+    ids, logprobs = top_of_batch(this.backend, batch, TopK(K, TEMPERATURE, **fields), policy)
     return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
 
