@@ -14,6 +14,7 @@ from tests.model.parallel_rank import (
     EVERY,
     FEW,
     KINDS,
+    QUICK,
     ROUTER,
     TEMPERATURE,
     WORLD,
@@ -26,7 +27,7 @@ from tests.model.parallel_rank import (
 
 pytestmark = pytest.mark.timeout(1000)
 CASES = [
-    pytest.param(family, name_of(layout), marks=() if layout in FEW else pytest.mark.slow)
+    pytest.param(family, name_of(layout), marks=() if layout in FEW and family in QUICK else pytest.mark.slow)
     for family in tiny.FAMILIES
     for layout in EVERY
     if fits(family, layout)

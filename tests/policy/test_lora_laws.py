@@ -65,7 +65,11 @@ def make(root: Path, lora: LoraSpec) -> Folders:
     return Folders(base, root / "peft", root / "checkpoint")
 
 
-@pytest.fixture(scope="module", params=[ALL, SOME, DORA], ids=["all", "some", "dora"])
+@pytest.fixture(
+    scope="module",
+    params=[ALL, pytest.param(SOME, marks=pytest.mark.slow), DORA],
+    ids=["all", "some", "dora"],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Folders, LoraSpec]:
     return make(tmp_path_factory.mktemp("lora"), request.param), request.param
 
@@ -176,5 +180,6 @@ def test_adapters_are_pefts_over_two_ranks(case: tuple[Folders, LoraSpec], tmp_p
     check(run_ranks(steps, 2, tmp_path, case[0], [PolicySpec(layout=x, lora=case[1]) for x in LAYOUTS]), case)
 
 
+@pytest.mark.slow
 def test_adapters_are_pefts_over_two_by_two_ranks(case: tuple[Folders, LoraSpec], tmp_path: Path) -> None:
     check(run_ranks(steps, 4, tmp_path, case[0], [PolicySpec(layout=LayoutSpec(tp=2, pp=2), lora=case[1])]), case)

@@ -88,7 +88,9 @@ def test_killed_at_any_time_is_never_killed(folder: Path, unharmed: tuple[Outcom
     assert "before the first checkpoint" in landed
 
 
-@pytest.mark.parametrize("fault", ["checkpoint.mid_shard:3", "checkpoint.before_manifest:2"])
+@pytest.mark.parametrize(
+    "fault", ["checkpoint.mid_shard:3", pytest.param("checkpoint.before_manifest:2", marks=pytest.mark.slow)]
+)
 def test_killed_inside_a_save_is_never_killed(folder: Path, unharmed: tuple[Outcome, float], fault: str) -> None:
     survive_fault(folder, fault, unharmed[0])
 
@@ -101,7 +103,9 @@ def test_killed_at_a_named_point_is_never_killed(folder: Path, unharmed: tuple[O
     survive_fault(folder, fault, unharmed[0])
 
 
-@pytest.mark.parametrize("fault", ["checkpoint.mid_shard:2", "checkpoint.before_manifest:2"])
+@pytest.mark.parametrize(
+    "fault", ["checkpoint.mid_shard:2", pytest.param("checkpoint.before_manifest:2", marks=pytest.mark.slow)]
+)
 def test_killed_while_a_save_is_written_in_the_background_is_never_killed(
     folder: Path, unharmed: tuple[Outcome, float], fault: str
 ) -> None:
