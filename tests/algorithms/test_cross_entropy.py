@@ -17,7 +17,7 @@ from .test_traps import batch_rows, row
 
 def test_cross_entropy_is_the_mean_over_trained_tokens_of_the_step() -> None:
     batch = batch_rows([row([1, 0, 1, 1]), row([1, 1], episode=1)])
-    objective, current = CrossEntropy(), torch.randn(batch.tokens.numel())
+    objective, current = CrossEntropy(), -torch.rand(batch.tokens.numel())  # log-probs: nothing cancels in their sum
     stats = objective.prepare(batch)
     trained = batch.loss_mask.nonzero()[:, 0]
     parts = [objective.loss(Outputs(current[i]), {}, stats.weights[i], stats).loss for i in trained.split(2)]

@@ -40,7 +40,7 @@ def wait_for_end(pids: set[int], seconds: float) -> set[int]:
 
 
 @pytest.mark.service
-@pytest.mark.parametrize("when", ["running", "starting"])
+@pytest.mark.parametrize("when", ["running", pytest.param("starting", marks=pytest.mark.slow)])
 def test_vllm_dies_with_its_owner_and_leaves_no_shared_memory(tmp_path: Path, when: str) -> None:
     files = set(os.listdir("/dev/shm"))
     save(tiny_llama(), tmp_path)

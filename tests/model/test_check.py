@@ -34,6 +34,7 @@ def test_a_right_folder_with_capped_scores_passes(folders: dict[str, Path]) -> N
     assert check_folder(folders["gemma2"], tp=2).ok
 
 
+@pytest.mark.slow
 def test_a_right_folder_of_experts_passes_over_two_by_two_ranks(folders: dict[str, Path]) -> None:
     report = check_folder(folders["mixtral"], tp=2, ep=2)
     assert report.ok and report.round_trip_equal and (report.tp, report.ep) == (2, 2)

@@ -284,6 +284,7 @@ def test_two_ranks_give_the_weights_of_one(pair: dict[str, Any], references: dic
         assert apart(got, references[name][0]) <= 1e-5, layout
 
 
+@pytest.mark.slow
 def test_four_ranks_give_the_weights_of_one(folder: Path, references: dict[str, Any], tmp_path: Path) -> None:
     cases = [Case(folder, spec, layout) for spec in SPECS.values() for layout in FOUR]
     made = run_ranks(trained, 4, tmp_path, cases, STEPS)

@@ -46,6 +46,7 @@ def write_text(folder: Path) -> None:
 
 @pytest.mark.service
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_text_beside_rewards_survives_a_kill(tmp_path: Path) -> None:
     log = tmp_path / "log"
     write_text(tmp_path)
