@@ -19,6 +19,7 @@ from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.spec.preference import PreferenceSpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
+from tests.policy.ranks import of_any_layout
 from tests.policy.step_laws import member
 
 CHARACTERS = "0123456789+="
@@ -70,8 +71,8 @@ def losses(
         kto = objective_of(options(losses=[{"kind": "kto"}]))
         seen = {f"eval/{k}": v for k, v in this.evaluate_loss(batch, objective).items()}
         seen |= {f"kto/{k}": v for k, v in this.evaluate_loss(judged, kto).items()}
-        seen |= this.train_step(batch, None, objective)
-        seen |= {f"kto_step/{k}": v for k, v in this.train_step(judged, None, kto).items()}
+        seen |= of_any_layout(this.train_step(batch, None, objective))
+        seen |= {f"kto_step/{k}": v for k, v in of_any_layout(this.train_step(judged, None, kto)).items()}
         found.append(seen)
     return found
 

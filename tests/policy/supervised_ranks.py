@@ -18,6 +18,7 @@ from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch, batch_rows
+from tests.policy.ranks import of_any_layout
 from tests.policy.step_laws import member
 
 RENDERER = Renderer(character_tokenizer("0123456789+="), "test")
@@ -61,7 +62,7 @@ def losses(
         batch, text = weighted_batch(), text_batch()
         seen = {f"eval/{k}": v for k, v in this.evaluate_loss(batch, OBJECTIVE).items()}
         seen |= {f"text/{k}": v for k, v in this.evaluate_loss(text, CrossEntropy()).items()}
-        seen |= this.train_step(batch, None, OBJECTIVE, auxiliary=(text, PTX))
+        seen |= of_any_layout(this.train_step(batch, None, OBJECTIVE, auxiliary=(text, PTX)))
         seen |= {f"after/{k}": v for k, v in this.evaluate_loss(text, CrossEntropy()).items()}
         found.append(seen)
     return found
