@@ -118,23 +118,21 @@ class GroupClient:
     ) -> object:
         """Submit, wait for all ranks, and fetch the first rank's value. Errors as in `wait`."""
         pending = self.submit(service, method, *args, ranks=ranks, what=what)
-        started = time.monotonic()
-        self.wait(pending, deadline_s=deadline_s)
-        left = max(1.0, deadline_s - (time.monotonic() - started))
-        try:
-            return ray.get(pending[0], timeout=left)
-        except GetTimeoutError as error:
-            raise DeadlineExceeded(f"fetching the result of {pending.what}", deadline_s, ()) from error
+        return self._fetched(pending, pending.values[:1], deadline_s)[0]
 
     def results(self, pending: Pending, *, deadline_s: float) -> list[object]:
         """Wait for all ranks, and fetch every rank's value, in rank order. Errors as in `wait`."""
+        return self._fetched(pending, pending.values, deadline_s)
+
+    def _fetched(self, pending: Pending, values: Sequence[ray.ObjectRef], deadline_s: float) -> list[object]:
+        """Wait for all ranks, and fetch these of their values within the same deadline."""
         started = time.monotonic()
         self.wait(pending, deadline_s=deadline_s)
         left = max(1.0, deadline_s - (time.monotonic() - started))
         try:
-            return list(ray.get(list(pending), timeout=left))
+            return list(ray.get(list(values), timeout=left))
         except GetTimeoutError as error:
-            raise DeadlineExceeded(f"fetching the results of {pending.what}", deadline_s, ()) from error
+            raise DeadlineExceeded(f"fetching the result of {pending.what}", deadline_s, ()) from error
 
     def wait(self, pending: Pending, *, deadline_s: float) -> None:
         """Wait until every rank has ended the call; fetch nothing.

@@ -68,11 +68,10 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """The passes of a minibatch over all data-parallel ranks, as one of them plans them."""
+class Passes(Sequence[MicroBatch]):
+    """One data-parallel rank's passes over a minibatch, and how the minibatch is laid out over all of them; every rank has as many."""
 
-    mine: list[MicroBatch]
-    """This rank's; every rank has as many."""
+    mine: tuple[MicroBatch, ...]
     filled: float
     """Tokens that the rows need over the token budget of all passes of all ranks; above 1 where a row is longer than the budget."""
     imbalance: float
@@ -87,34 +86,14 @@ class Passes:
             "passes/imbalance": self.imbalance,
         }
 
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # int -> micro-batch, slice -> tuple
+        return self.mine[index]
+
+    def __len__(self) -> int:
+        return len(self.mine)
+
 
 def plan_microbatches(
-    batch: TokenBatch,
-    rows: Sequence[int],
-    *,
-    dp_size: int,
-    dp_rank: int,
-    kind: Kind,
-    token_budget: int,
-    together: Tensor | None = None,
-    pair_cost: float = 0.0,
-    with_row_places: bool = False,
-) -> list[MicroBatch]:
-    """This rank's passes of `plan_passes`."""
-    return plan_passes(
-        batch,
-        rows,
-        dp_size=dp_size,
-        dp_rank=dp_rank,
-        kind=kind,
-        token_budget=token_budget,
-        together=together,
-        pair_cost=pair_cost,
-        with_row_places=with_row_places,
-    ).mine
-
-
-def plan_passes(
     batch: TokenBatch,
     rows: Sequence[int],
     *,
@@ -145,7 +124,7 @@ def plan_passes(
     count = max(1, max(len(p) for p in passes))
     mine = [planner.build(p) for p in passes[dp_rank]]
     return Passes(
-        mine + [_nothing(kind)] * (count - len(mine)),
+        (*mine, *[_nothing(kind)] * (count - len(mine))),
         filled=sum(unit.tokens for unit in units) / (count * dp_size * token_budget),
         imbalance=max(costs) * dp_size / sum(costs) if any(costs) else 1.0,
     )

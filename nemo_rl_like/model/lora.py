@@ -89,12 +89,15 @@ class Adapter(nn.Module):
         whole = weight.float() + self.weight()
         if not self.with_lengths:
             return whole
-        return whole * self._row_factors(self.row_lengths(weight)).detach()[:, None]
+        return whole * self._row_factors(self._lengths_of(whole)).detach()[:, None]
 
     @torch.no_grad()
     def row_lengths(self, weight: Tensor) -> Tensor:
         """float32 [out]: length of each whole row of W + scale B A, in the order of the layer's rows on this rank."""
-        squares = (weight.float() + self.weight()).square().sum(1, dtype=torch.float64)  # the same however rows are cut
+        return self._lengths_of(weight.float() + self.weight())
+
+    def _lengths_of(self, whole: Tensor) -> Tensor:
+        squares = whole.square().sum(1, dtype=torch.float64)  # the same however rows are cut
         if self._by_columns:
             dist.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
         return squares.sqrt().float()

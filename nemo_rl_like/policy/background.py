@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import ShardFile
 
-Copies = Mapping[str, Sequence[Packed]]
-"""Tensors in host memory by section."""
+Copies = Sequence[tuple[str, Sequence[Packed]]]
+"""Sections with their tensors in host memory."""
 
 
 class BackgroundSave:
@@ -37,7 +37,7 @@ class BackgroundSave:
         """
         if self._written is not None and not self._written.done():
             raise RuntimeError("a save is still being written; wait for `written` first")
-        copies = {section: [self._copied(section, share) for share in shares] for section, shares in sections}
+        copies = [(section, [self._copied(section, share) for share in shares]) for section, shares in sections]
         if runtime.on_cuda():
             torch.cuda.synchronize()
         self._written = self._thread.submit(write, copies)

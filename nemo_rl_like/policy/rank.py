@@ -20,7 +20,7 @@ from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.layouts import MicroBatch, plan_passes
+from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
@@ -181,7 +181,7 @@ class PolicyRank:
     def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
         """Pass the rows marked true through the model."""
         dp_size, dp_rank = self.backend.replicas
-        passes = plan_passes(
+        passes = plan_microbatches(
             batch,
             rows.nonzero()[:, 0].tolist(),
             dp_size=dp_size,
@@ -218,7 +218,7 @@ class PolicyRank:
             return part.loss * walk.scale
 
         with self._balanced(rows, walk, training):
-            self.backend.run(passes.mine, score, training=training, finalize=walk.finalize)
+            self.backend.run(passes, score, training=training, finalize=walk.finalize)
         whole = self.backend.share(torch.cat([flat, entropy, sums]))
         logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
         return Walked(logprobs, entropy, sums, passes.metrics)
@@ -277,8 +277,7 @@ class PolicyRank:
 
     def begin_save(self, folder: str, prefix: str = "") -> None:
         """As `save`, but returns when this rank's share is copied; `saved` says when the copies are written."""
-        write = partial(self._write, Path(folder), prefix)
-        self._background.begin(self.backend.sections(prefix), lambda copies: write(copies.items()))
+        self._background.begin(self.backend.sections(prefix), partial(self._write, Path(folder), prefix))
 
     def _write(
         self, folder: Path, prefix: str, sections: Iterable[tuple[str, Iterable[Packed]]]

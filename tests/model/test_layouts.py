@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.layouts import Kind, MicroBatch, _Rooms, attention_pair_cost, plan_microbatches, plan_passes
+from nemo_rl_like.model.layouts import Kind, MicroBatch, _Rooms, attention_pair_cost, plan_microbatches
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 KINDS = st.sampled_from(["padded", "packed", "shared_prefix"])
@@ -126,12 +126,12 @@ def test_a_long_row_counts_for_its_attention(kind: Kind, counted: float, share: 
 def test_what_a_step_reports_of_its_passes() -> None:
     """Rows of 30, 20, 10 and 10 tokens in passes of 40: one rank fills two passes; two ranks get 30 + 10 and 20 + 10."""
     batch = batch_rows([row_of(length + 1, i) for i, length in enumerate((30, 20, 10, 10))])
-    alone = plan_passes(batch, range(4), dp_size=1, dp_rank=0, kind="packed", token_budget=40)
+    alone = plan_microbatches(batch, range(4), dp_size=1, dp_rank=0, kind="packed", token_budget=40)
     assert alone.metrics == {"passes/per_rank": 2.0, "passes/filled": 70 / 80, "passes/imbalance": 1.0}
     for rank in range(2):
-        pair = plan_passes(batch, range(4), dp_size=2, dp_rank=rank, kind="packed", token_budget=40)
+        pair = plan_microbatches(batch, range(4), dp_size=2, dp_rank=rank, kind="packed", token_budget=40)
         assert pair.metrics == {"passes/per_rank": 1.0, "passes/filled": 70 / 80, "passes/imbalance": 40 / 35}
-    none = plan_passes(batch, (), dp_size=2, dp_rank=0, kind="packed", token_budget=40)
+    none = plan_microbatches(batch, (), dp_size=2, dp_rank=0, kind="packed", token_budget=40)
     assert none.metrics == {"passes/per_rank": 1.0, "passes/filled": 0.0, "passes/imbalance": 1.0}
 
 

@@ -33,7 +33,8 @@ def test_copies_are_of_the_time_when_it_began_and_their_memory_is_used_again(sav
 
     def write(copies: Copies) -> tuple[ShardFile, ...]:
         assert go.wait(60)
-        seen.append((copies["weights"][0].tensor.data_ptr(), dict(copies["weights"][0].tensors())["w"].tolist()))
+        (copied,) = dict(copies)["weights"]
+        seen.append((copied.tensor.data_ptr(), dict(copied.tensors())["w"].tolist()))
         return ()
 
     def sections() -> Iterator[tuple[str, Iterator[Packed]]]:
