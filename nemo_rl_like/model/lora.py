@@ -31,7 +31,8 @@ from nemo_rl_like.model.mcore import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from nemo_rl_like.model.scratch import DrawnReader
-from nemo_rl_like.model.weight_map import ADAPTER, Entry, Packing, WeightMap
+from nemo_rl_like.model.weight_entries import ADAPTER, Entry, Packing
+from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LoraSpec
 
 _ATTENTION = {"self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"), "self_attention.linear_proj": ("o_proj",)}

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
-from nemo_rl_like.model.weight_map import HEAD, SCORE, WeightMap
+from nemo_rl_like.model.weight_entries import HEAD, SCORE
+from nemo_rl_like.model.weight_map import WeightMap
 
 
 class DrawnReader(ABC):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.model.weight_map import Entry
+from nemo_rl_like.model.weight_entries import Entry
 from nemo_rl_like.policy.backend import OptimizerStep
 from nemo_rl_like.policy.groups import Settings, settings_of
 from nemo_rl_like.policy.muon import MOMENTUM

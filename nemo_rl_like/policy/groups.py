@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.model.weight_map import Entry
+from nemo_rl_like.model.weight_entries import Entry
 from nemo_rl_like.spec.optimizer import MuonOptimizer, OptimizerSpec, ParameterGroup
 
 _ROUTER = "mlp.router."

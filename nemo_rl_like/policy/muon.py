@@ -19,7 +19,8 @@ from torch import Tensor
 from nemo_rl_like.algorithms.orthogonal import newton_schulz
 from nemo_rl_like.model.gradients import gradient_buffer
 from nemo_rl_like.model.mcore import DistributedOptimizer
-from nemo_rl_like.model.weight_map import Entry, WeightMap
+from nemo_rl_like.model.weight_entries import Entry
+from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.slices import Slice, slices_of
 from nemo_rl_like.spec.optimizer import MuonOptimizer
 

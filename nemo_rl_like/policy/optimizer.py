@@ -29,7 +29,8 @@ from nemo_rl_like.model.mcore import (
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
-from nemo_rl_like.model.weight_map import Entry, WeightMap
+from nemo_rl_like.model.weight_entries import Entry
+from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.backend import OptimizerStep
 from nemo_rl_like.policy.groups import Settings, settings_of
 from nemo_rl_like.policy.muon import MOMENTUM, Muon

@@ -21,7 +21,8 @@ from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.lora import AdapterMap, check_targets
 from nemo_rl_like.model.outline import Outline, outline_of
-from nemo_rl_like.model.weight_map import Entry, WeightMap
+from nemo_rl_like.model.weight_entries import Entry
+from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.fsdp_optimizer import entries_of
 from nemo_rl_like.policy.groups import settings_of
 from nemo_rl_like.rollout.runner import check_prompt_length

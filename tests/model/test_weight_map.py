@@ -15,7 +15,8 @@ from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.scratch import ScratchReader
-from nemo_rl_like.model.weight_map import WeightMap, pack_qkv, unpack_qkv
+from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.model.weight_shards import pack_qkv, unpack_qkv
 from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 
