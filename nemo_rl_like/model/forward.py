@@ -1,4 +1,4 @@
-"""`MegatronModel`: Megatron's `GPTModel` that takes a `MicroBatch` and ends in hidden states of the scored tokens.
+"""`MegatronModel`: pipeline stages, each Megatron's `GPTModel`, that take a `MicroBatch` and end in hidden states of the scored tokens.
 
 The head is applied outside (`model.heads`), on scored tokens only and in chunks.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, Rotary, rotary_of
@@ -26,28 +26,36 @@ from nemo_rl_like.model.mcore import (
     MoELayer,
     TransformerBlockSubmodules,
     TransformerConfig,
+    TransformerLayer,
     gather_from_sequence_parallel_region,
+    parallel_state,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
 from nemo_rl_like.model.router import RouterWatch, RowRouter
 from nemo_rl_like.model.row_places import RowPlaces
 
+LayerSpecs: TypeAlias = ModuleSpec | TransformerBlockSubmodules
 FP8_ALIGNMENT = 16
 """FP8 matrix products take sizes that are multiples of this."""
 
 
-class MegatronModel(GPTModel):
-    """This rank's pipeline stage and tensor shard of the model."""
+class PipelineStage(GPTModel):
+    """This rank's tensor shard of neighbouring layers."""
+
+    watch: RouterWatch | None = None
+    """Of a model with experts; `MegatronModel` sets it."""
 
     def __init__(
         self,
         shape: ModelConfig,
         config: TransformerConfig,
-        spec: ModuleSpec | TransformerBlockSubmodules,
+        spec: LayerSpecs,
         *,
         pre_process: bool,
         post_process: bool,
+        virtual: int | None,
     ) -> None:
+        """`pre_process`: it has the embedding; `post_process`: the head; `virtual`: which of this rank's stages it is, None where that is one."""
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -58,6 +66,7 @@ class MegatronModel(GPTModel):
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tie_embeddings and not shape.score_head,
             position_embedding_type="none",
+            vp_stage=virtual,
         )
         if shape.score_head and post_process:
             del self.output_layer
@@ -70,7 +79,6 @@ class MegatronModel(GPTModel):
             if pre_process:
                 self.embedding.config = undrawn
         self.context = ContextRanks.of_layout()
-        self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
         for layer in self.decoder.layers:
@@ -156,13 +164,13 @@ class MegatronModel(GPTModel):
             embedded.requires_grad_()  # Megatron finds no gradients inside what it recomputes unless an input has one
         return embedded
 
-    def _watched(self, config: TransformerConfig) -> RouterWatch:
-        watch = RouterWatch(config)
+    def be_watched(self, watch: RouterWatch) -> None:
+        """Let `watch` see what its routers choose."""
+        self.watch = watch
         for layer in self.decoder.layers:
             router: RowRouter = layer.mlp.router
             router.watch, router.layer = watch, layer.layer_number - 1
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
-        return watch
 
     def _padding(self, input_ids: Tensor) -> int:
         """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
@@ -173,6 +181,81 @@ class MegatronModel(GPTModel):
         if self.context is not None:
             step *= self.context.size
         return -length % step
+
+
+class MegatronModel(nn.Module):
+    """This rank's part of the model: a pipeline stage, or with an interleaved pipeline several, `layout.pp` apart from each other."""
+
+    def __init__(self, shape: ModelConfig, config: TransformerConfig, specs: Sequence[LayerSpecs]) -> None:
+        """`specs`: the layers of each of this rank's stages."""
+        super().__init__()
+        last = len(specs) - 1
+        self.stages = tuple(
+            PipelineStage(
+                shape,
+                config,
+                spec,
+                pre_process=i == 0 and parallel_state.is_pipeline_first_stage(),
+                post_process=i == last and parallel_state.is_pipeline_last_stage(),
+                virtual=i if last else None,
+            )
+            for i, spec in enumerate(specs)
+        )
+        self.pipeline = nn.ModuleList(self.stages)
+        self.config, self.shape = config, shape
+        self.dtype: torch.dtype = config.params_dtype
+        self.watch: RouterWatch | None = None
+        if shape.experts is not None:
+            self.watch = RouterWatch(config)
+            for stage in self.stages:
+                stage.be_watched(self.watch)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """See `PipelineStage.forward`. Raises ValueError if the model's stages are on several ranks, or more than one."""
+        if not (self.has_embedding and self.has_head) or len(self.stages) > 1:
+            raise ValueError("a model of several pipeline stages runs by Megatron's schedules")
+        hidden: Tensor = self.stages[0](micro_batch)
+        return hidden
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the pipeline begins here."""
+        return bool(self.first.pre_process)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the pipeline ends here."""
+        return bool(self.last.post_process)
+
+    @property
+    def first(self) -> PipelineStage:
+        """The earliest of its stages."""
+        return self.stages[0]
+
+    @property
+    def last(self) -> PipelineStage:
+        """The latest of its stages."""
+        return self.stages[-1]
+
+    @property
+    def layers(self) -> Iterator[TransformerLayer]:
+        """All layers of this rank."""
+        for stage in self.stages:
+            yield from stage.decoder.layers
+
+    @property
+    def context(self) -> ContextRanks | None:
+        """Ranks that have the other parts of this one's sequences; None: it has whole ones."""
+        return self.first.context
+
+    @context.setter
+    def context(self, context: ContextRanks | None) -> None:
+        for stage in self.stages:
+            stage.context = context
+
+    def scored_here(self, micro_batch: MicroBatch) -> Tensor | None:
+        """See `PipelineStage.scored_here`."""
+        return self.first.scored_here(micro_batch)
 
 
 def _show_rows(watch: RouterWatch, layer: object, inputs: object, named: Mapping[str, Any]) -> None:

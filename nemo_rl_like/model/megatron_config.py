@@ -40,7 +40,7 @@ def transformer_config(
     Raises InputError if the model cannot be split that way.
     """
     config.check_layout(layout)
-    last = len(config.layers_of_stage(layout.pp - 1, layout.pp))
+    last = len(config.layers_of_stage(layout.stages - 1, layout.stages))
     uneven, traits = layout.pp > 1 and config.layers % layout.pp != 0, config.traits
     with runtime.quiet():
         return TransformerConfig(
@@ -75,6 +75,7 @@ def transformer_config(
             bf16=dtype.itemsize == 2,
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             num_layers_in_last_pipeline_stage=last if uneven else None,
             sequence_parallel=layout.sp,
             variable_seq_lengths=layout.pp > 1,

@@ -181,9 +181,10 @@ def job() -> Job:
 @pytest.mark.parametrize(
     "layout",
     [
-        LayoutSpec(tp=2, pp=2, sp=True),
+        LayoutSpec(tp=2, pp=2, vpp=2, sp=True),
         LayoutSpec(tp=2),
         pytest.param(LayoutSpec(tp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param(LayoutSpec(tp=2, pp=2, sp=True), marks=pytest.mark.slow),
         pytest.param(LayoutSpec(pp=2), marks=pytest.mark.slow),
     ],
     ids=str,
