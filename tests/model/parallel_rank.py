@@ -332,7 +332,9 @@ def main(task: str) -> None:
         for family, folder in given["folders"].items():
             if fits(family, layout) and (given["every"] or in_fast_suite(family, layout)):
                 cases.family(family, Path(folder), layout)
-        cases.scratch_model(Path(given["folders"]["qwen3_moe" if for_experts(layout) else "mistral"]), layout)
+        made = "qwen3_moe" if for_experts(layout) else "mistral"
+        if fits(made, layout):
+            cases.scratch_model(Path(given["folders"][made]), layout)
     torch.save({"tensors": cases.tensors, "facts": cases.facts}, scratch / f"rank{rank}.pt")
     dist.barrier()
     runtime.shutdown_distributed()
