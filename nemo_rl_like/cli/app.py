@@ -116,6 +116,12 @@ def layout(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that share a node.")] = 8,
     micro_batch_tokens: Annotated[int, typer.Option(min=1, help="`policy.micro_batch_tokens`.")] = 16384,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one update, over all GPUs.")] = 1 << 20,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="Activations computed again: none, full, full:N (layers of a stage), or of core_attn,mlp,moe; auto: as few layers as fit."
+        ),
+    ] = "auto",
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks; default: any.")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks; default: any.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel stages; default: any.")] = None,
@@ -130,7 +136,7 @@ def layout(
     from nemo_rl_like.cli.commands import layout as command
 
     asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
-    question = command.question(model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens)
+    question = command.question(model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens, recompute)
     if not command.layout(model, question, {k: v for k, v in asked.items() if v is not None}, as_json=as_json):
         raise typer.Exit(2)
 

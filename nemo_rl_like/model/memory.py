@@ -10,7 +10,7 @@ from typing import Literal
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.activations import Activations, HeadShape, Layers, MicroBatchShape
 from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec
 
 Dtype = Literal["float32", "bfloat16"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -68,6 +68,7 @@ class Training:
     """Passes of a data-parallel rank in one update."""
     head: HeadShape = field(default_factory=HeadShape)
     layers: Layers = "local"
+    recompute: RecomputeSpec | None = None
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ class Training:
         dense, experts = parameter_buffers(self.config, layout, stage)
         owned = dense // (layout.dp * layout.cp) + experts // layout.expert_dp
         item = ITEMSIZE[self.dtype]
-        activations = Activations(self.config, layout, self.rows, item, self.layers, self.head)
+        activations = Activations(self.config, layout, self.rows, item, self.layers, self.head, self.recompute)
         # 1F1B: a stage runs ahead of the last one by as many micro-batches as there are stages between them.
         in_flight = min(layout.pp - stage, self.micro_batches)
         return Memory(
