@@ -24,6 +24,7 @@ from nemo_rl_like.model.mcore import (
     GPTModel,
     ModuleSpec,
     MoELayer,
+    MoETokenDispatcher,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
@@ -172,6 +173,7 @@ class PipelineStage(GPTModel):
             router.watch, router.layer = watch, layer.layer_number - 1
             router.router_replay = LayerChoice(watch, router.layer)
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
+            layer.mlp.experts.register_forward_pre_hook(partial(_forget_weights, layer.mlp.token_dispatcher))
 
     def _padding(self, input_ids: Tensor) -> int:
         """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
@@ -262,6 +264,12 @@ class MegatronModel(nn.Module):
 def _show_rows(watch: RouterWatch, layer: object, inputs: object, named: Mapping[str, Any]) -> None:
     """Forward pre-hook of a layer, which may run again in the backward pass, after other passes."""
     watch.rows = named["packed_seq_params"].rows
+
+
+def _forget_weights(dispatcher: MoETokenDispatcher, experts: object, inputs: object) -> None:
+    """Forward pre-hook of a layer's experts: the dispatcher would hold the router's weights to its next pass, and through their graph the
+    input of a layer computed again, and its gradient. It only reads their type."""
+    dispatcher.probs = dispatcher.probs.new_empty(0)
 
 
 @contextmanager

@@ -105,6 +105,9 @@ class RouterSpec(Spec):
     the same experts; their weights are the router's of the moment. Steps with a single update have no such pass (cf. arXiv 2510.11370)."""
 
 
+Module = Literal["core_attn", "mlp", "moe"]
+
+
 class RecomputeSpec(Spec):
     """Activations that are not kept for the backward pass, which computes them again: less memory for more work."""
 
@@ -112,7 +115,7 @@ class RecomputeSpec(Spec):
     """`full`: all of a layer but its input; `selective`: the activations inside some modules."""
     layers: PositiveInt | None = None
     """With `full`: this many layers of every pipeline stage, from its start; default: all."""
-    modules: Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], Field(min_length=1)] = ("core_attn",)
+    modules: Annotated[tuple[Module, ...], Field(min_length=1)] = ("core_attn",)
     """With `selective`: the attention between the projections, the feed-forward layer, the layer of experts."""
 
     @model_validator(mode="after")
