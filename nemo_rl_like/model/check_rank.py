@@ -63,7 +63,7 @@ def row_logits(model: MegatronModel, tokens: list[list[int]]) -> list[Tensor] | 
         return hidden
 
     with whole_sequences(model):
-        run_stages(list(model.stages), [batch], forward_step, training=False, collect_non_loss_data=True)
+        run_stages(model, [batch], forward_step, training=False, collect_non_loss_data=True)
     if not collected or parallel_state.get_tensor_model_parallel_rank() != 0:
         return None
     return [part.clone() for part in collected[0].cpu().split([len(row) for row in tokens])]

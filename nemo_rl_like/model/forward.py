@@ -45,6 +45,8 @@ class PipelineStage(GPTModel):
 
     watch: RouterWatch | None = None
     """Of a model with experts; `MegatronModel` sets it."""
+    message: int | None = None
+    """Places of the messages between stages; None: as many as the pass has."""
 
     def __init__(
         self,
@@ -92,12 +94,12 @@ class PipelineStage(GPTModel):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [M, H] that predict the micro-batch's targets, with context parallelism those of `scored_here`; before the last
-        stage, [s, b, H] for the next one."""
+        stage, [message, 1, H] for the next one, of which the first are the pass's."""
         hidden = self._run(
             micro_batch.input_ids, micro_batch.position_ids, micro_batch.attention, micro_batch.row_places
         )
         if not self.post_process:
-            return hidden
+            return self._as_message(hidden)
         places, (_, length) = micro_batch.predict_index, micro_batch.input_ids.shape
         mine = self.scored_here(micro_batch)
         if mine is not None and self.context is not None:
@@ -109,7 +111,7 @@ class PipelineStage(GPTModel):
         if self.context is None:
             return None
         length = micro_batch.input_ids.shape[1]
-        padded = length + self._padding(micro_batch.input_ids)
+        padded = length + self._padding(micro_batch.input_ids.shape)
         return self.context.scored_here(micro_batch.predict_index, length, padded)
 
     def run_stage(self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
@@ -126,7 +128,7 @@ class PipelineStage(GPTModel):
     def _run(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, row_places: RowPlaces | None
     ) -> Tensor:
-        padding = self._padding(input_ids)
+        padding = self._padding(input_ids.shape)
         rows = None
         if self.watch is not None:
             rows = self.watch.pairs(row_places, input_ids.shape, input_ids.shape[1] + padding, self.context)
@@ -135,6 +137,9 @@ class PipelineStage(GPTModel):
         if self.context is not None:
             input_ids, position_ids = self.context.part(input_ids), self.context.part(position_ids)
         embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
+        if not self.pre_process and self.message is not None:
+            received, places = self.decoder.input_tensor, input_ids.numel() // self._shared_by
+            self.decoder.set_input_tensor(received[:places].view(-1, input_ids.shape[0], received.shape[2]))
         self.decoder.training = torch.is_grad_enabled()  # recomputes layers in training only
         rotary, window_rotary = self._rotary(position_ids)
         hidden: Tensor = self.decoder(
@@ -175,9 +180,31 @@ class PipelineStage(GPTModel):
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
             layer.mlp.experts.register_forward_pre_hook(partial(_forget_weights, layer.mlp.token_dispatcher))
 
-    def _padding(self, input_ids: Tensor) -> int:
+    def _as_message(self, hidden: Tensor) -> Tensor:
+        """[s, b, H] -> [message, 1, H]."""
+        if self.message is None:
+            return hidden
+        flat = hidden.flatten(0, 1)
+        return functional.pad(flat, (0, 0, 0, self.message - flat.shape[0]))[:, None]
+
+    def places(self, shape: torch.Size) -> int:
+        """Places of this rank's part of a pass over [b, s] tokens."""
+        rows, length = shape
+        return rows * (length + self._padding(shape)) // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share a sequence between the layers."""
+        return self._shared_by * (1 if self.context is None else self.context.size)
+
+    @property
+    def _shared_by(self) -> int:
+        """Tensor-parallel ranks that do."""
+        return int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
+
+    def _padding(self, shape: torch.Size) -> int:
         """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
-        rows, length = input_ids.shape
+        rows, length = shape
         step = FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT) if self.config.fp8 else 1
         if self.config.sequence_parallel:
             step = math.lcm(step, self.config.tensor_model_parallel_size)
@@ -255,6 +282,17 @@ class MegatronModel(nn.Module):
     def context(self, context: ContextRanks | None) -> None:
         for stage in self.stages:
             stage.context = context
+
+    @contextmanager
+    def messages_of(self, places: int) -> Iterator[None]:
+        """Inside the block stages of a pipeline hand on so many places of each pass, and take as many."""
+        for stage in self.stages:
+            stage.message = places
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.message = None
 
     def scored_here(self, micro_batch: MicroBatch) -> Tensor | None:
         """See `PipelineStage.scored_here`."""

@@ -21,8 +21,6 @@ with runtime.quiet():
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.pipeline_parallel.p2p_communication import _p2p_ops as p2p_ops
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
         ColumnParallelLinear,
@@ -62,7 +60,6 @@ __all__ = [
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
-    "P2PCommunicator",
     "ParamKey",
     "ParamPredicate",
     "ProcessGroupCollection",
@@ -82,7 +79,6 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
-    "p2p_ops",
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",

@@ -78,9 +78,8 @@ def transformer_config(
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             num_layers_in_last_pipeline_stage=last if uneven else None,
             sequence_parallel=layout.sp,
-            variable_seq_lengths=layout.pp > 1,
-            moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, in dense models too
-            batch_p2p_comm=False,
+            moe_token_dispatcher_type="alltoall",
+            batch_p2p_comm=False,  # two ranks that are each other's next and previous one would mix up the messages of a batch
             **_expert_settings(config.experts, layout, runtime.on_cuda()),
             **_fp8_settings(fp8),
             **_recompute_settings(recompute, config.layers),

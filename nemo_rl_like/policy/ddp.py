@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.layouts import MicroBatch
@@ -59,17 +57,17 @@ def wrap_ddp(model: MegatronModel) -> list[PolicyDdp]:
 
 def run_schedule(
     model: MegatronModel,
-    stages: Sequence[nn.Module],
+    wrapped: Sequence[PolicyDdp] | None,
     micro_batches: Sequence[MicroBatch],
     forward: ForwardStep,
     *,
     training: bool,
     finalize: bool = True,
 ) -> None:
-    """Run the model's `stages`, as they are or wrapped, over the micro-batches; with gradients if `training`.
+    """Run the model's stages, as they are or `wrapped`, over the micro-batches; with gradients if `training`.
 
     Without `finalize` the gradients stay in the ranks' buffers, not yet summed over ranks, for the next schedule to add to.
     """
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = finalize_model_grads if finalize else None
-    run_stages(stages, micro_batches, forward, training=training)
+    run_stages(model, micro_batches, forward, training=training, wrapped=wrapped)

@@ -146,8 +146,8 @@ class MegatronBackend:
         def reduced(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             return score(micro_batch, hidden), torch.zeros((), dtype=torch.int, device=device), None
 
-        stages = self.ddp if training and self._trained else list(self.model.stages)
-        run_schedule(self.model, stages, micro_batches, forward, training=training, finalize=finalize)
+        wrapped = self.ddp if training and self._trained else None
+        run_schedule(self.model, wrapped, micro_batches, forward, training=training, finalize=finalize)
 
     def outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
         """See `Backend`; equal on every tensor- and context-parallel rank."""

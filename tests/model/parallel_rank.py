@@ -310,7 +310,7 @@ def run_schedule(model: MegatronModel, batch: TokenBatch, passes: list[MicroBatc
     model.config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     stages = [DistributedDataParallel(model.config, settings, stage) for stage in model.stages]
-    run_stages(stages, passes, forward_step, training=True)
+    run_stages(model, passes, forward_step, training=True, wrapped=stages)
     return flat
 
 
