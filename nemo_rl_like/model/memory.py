@@ -33,7 +33,7 @@ class Memory:
     gradients: int
     """DDP's buffers."""
     optimizer: int
-    """This rank's share of the moments, and of the master weights."""
+    """This rank's share of the moments, and of the master weights; 0 where they are in host memory."""
     activations: int
     """What the micro-batches in flight keep for their backward passes."""
     temporary: int
@@ -42,6 +42,8 @@ class Memory:
     """What the head adds at its own widest moment, part of `temporary` where that is the widest of all; 0 before the last stage."""
     stage: int
     """Pipeline stage of the rank."""
+    host: int = 0
+    """Bytes of host memory, beside those of the device: with `policy.offload.optimizer` moments and float32 weights, and what is copied to and fro."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -69,6 +71,7 @@ class Training:
     head: HeadShape = field(default_factory=HeadShape)
     layers: Layers = "local"
     recompute: RecomputeSpec | None = None
+    offload_optimizer: bool = False
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -85,16 +88,24 @@ class Training:
         item = ITEMSIZE[self.dtype]
         activations = Activations(self.config, layout, self.rows, item, self.layers, self.head, self.recompute)
         # 1F1B: a stage runs ahead of the last one by as many micro-batches as there are stages between them.
-        in_flight = min(layout.pp - stage, self.micro_batches)
+        kept = min(layout.pp - stage, self.micro_batches) * activations.kept(stage)
+        # Before the first pass, master weights are made on the device and then moved.
+        master = owned * STATE if self.offload_optimizer and "master" in self.states else 0
         return Memory(
             parameters=(dense + experts) * item,
             gradients=(dense + experts) * GRADIENT,
-            optimizer=owned * STATE * len(self.states),
-            activations=in_flight * activations.kept(stage),
-            temporary=activations.widest(stage),
+            optimizer=0 if self.offload_optimizer else owned * STATE * len(self.states),
+            activations=kept,
+            temporary=max(activations.widest(stage), master - kept),
             head=activations.head_peak() if stage == layout.pp - 1 else 0,
             stage=stage,
+            host=owned * self._host_bytes if self.offload_optimizer else 0,
         )
+
+    @property
+    def _host_bytes(self) -> int:
+        """Bytes of an owned parameter: weights and moments, the gradient, and weights rounded to 16 bits."""
+        return 3 * STATE + GRADIENT + (ITEMSIZE[self.dtype] if self.dtype != "float32" else 0)
 
     def peak(self, layout: LayoutSpec) -> Memory:
         """That of the rank that needs most. Raises InputError if the model cannot be split that way.

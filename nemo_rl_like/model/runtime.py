@@ -230,6 +230,11 @@ def _init_model_parallel(tp: int, cp: int, pp: int, ep: int, etp: int, timeout_s
     )
 
 
+def host_empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised host memory of a tensor's shape, and of its type unless `dtype` says another; page-locked where a GPU copies to it."""
+    return torch.empty(like.shape, dtype=dtype or like.dtype, pin_memory=on_cuda())
+
+
 def keep_freed_memory() -> None:
     """Let glibc reuse freed host memory instead of giving it back to the system.
 

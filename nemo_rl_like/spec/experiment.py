@@ -14,6 +14,7 @@ from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
 from nemo_rl_like.spec.model import ModelSpec
+from nemo_rl_like.spec.offload import offload_problem
 from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec
@@ -87,6 +88,14 @@ class ExperimentSpec(Spec):
             raise ValueError(
                 f"`policy.fp8` needs `model.dtype: bfloat16`, which is {self.model.dtype}; change one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> ExperimentSpec:
+        for stage in self.stages:
+            problem = offload_problem(self.policy.offload, stage)
+            if problem is not None:
+                raise ValueError(f"stage {stage_name(stage)!r} {problem}")
         return self
 
     @model_validator(mode="after")

@@ -113,6 +113,15 @@ class RecomputeSpec(Spec):
         return self
 
 
+class OffloadSpec(Spec):
+    """What waits in host memory while the GPU does not need it (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840)."""
+
+    optimizer: bool = False
+    """Master weights and moments live in host memory, and the step runs there; the critic's too. For `adamw` and `sgd`."""
+    frozen: bool = False
+    """Reference, teacher and reward models lie in host memory but for their passes."""
+
+
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -151,6 +160,8 @@ class PolicySpec(Spec):
     """Compute linear layers in FP8 (an NVIDIA GPU of the Hopper generation or newer, `model.dtype: bfloat16`); default: off."""
     recompute: RecomputeSpec | None = None
     """Compute activations again in the backward pass instead of keeping them; default: keep them."""
+    offload: OffloadSpec = OffloadSpec()
+    """Keep optimizer state, or models that are not trained, in host memory; default: nothing."""
     router: RouterSpec = RouterSpec()
     """Losses of a model with experts."""
     lora: LoraSpec | None = None

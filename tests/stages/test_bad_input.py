@@ -170,6 +170,14 @@ def test_a_damaged_model_folder_is_refused(
             ("`engine.kind: embedded` decodes on each data-parallel rank by itself", "vllm"),
         ),
         (("engine.tensor_parallel=2",), ("`engine.tensor_parallel` is 2", "only vLLM", "`policy.layout.tp`")),
+        (
+            ("policy.offload={optimizer: true}", "stages.0.optimizer={kind: muon}"),
+            ("`policy.offload.optimizer`", "`optimizer.kind` is muon", "leave one of them out"),
+        ),
+        (
+            ("policy.offload={frozen: true}", "stages.0.algorithm={preset: nash_md}"),
+            ("`opponent`", "`policy.offload.frozen`", "leave one of them out"),
+        ),
         (("policy.fp8={}",), ("`policy.fp8`", "`model.dtype: bfloat16`", "float32")),
         (("policy.fp8={}", "model.dtype=bfloat16"), ("`policy.fp8`", "NVIDIA GPU", "leave it out")),
     ],
