@@ -24,7 +24,7 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import cpu_shim
 
 logger = logging.getLogger(__name__)
-_RECIPE_NEEDS = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+_RECIPE_NEEDS = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "delayed": (8, 9)}
 """Compute capability that each recipe of `policy.fp8` needs."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25

@@ -70,7 +70,7 @@ class MegatronBackend:
         )
         if lora is not None and request.adapter_seed is not None:
             add_adapters(self.model, self._config, lora, request.adapter_seed)
-        self.store = PolicyStore(self.model, self._config, request.folder, lora)
+        self.store = PolicyStore(self.model, self._config, request.folder, lora, policy.fp8)
         self._trained: tuple[PolicyDdp, PolicyOptimizer] | None = None
         self._host = HostWeights(self.model) if request.on_host else None
 

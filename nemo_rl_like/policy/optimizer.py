@@ -28,6 +28,7 @@ from nemo_rl_like.model.mcore import (
     OptimizerParamScheduler,
     ParamKey,
     ParamPredicate,
+    TransformerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
@@ -70,7 +71,7 @@ class PolicyOptimizer:
         made_of = {p: entries[name] for name, p in model.module.named_parameters() if p.requires_grad}
         with runtime.optimizer_patches():
             built = get_megatron_optimizer(
-                _config(spec, model.config.params_dtype),
+                _config(spec, model.config),
                 [model],
                 config_overrides=_overrides({p: self._settings[entry] for p, entry in made_of.items()}),
                 use_gloo_process_groups=False,
@@ -176,6 +177,14 @@ class PolicyOptimizer:
         self._scheduler.step(increment=0)
         for adam in self._adams:
             _set_count(adam, updates)
+        if self._model.config.fp8_param:
+            self._round_masters()
+
+    def _round_masters(self) -> None:
+        """Make the FP8 weights of the master copies: what a checkpoint has of them was rounded to the model's type in between."""
+        for part in self._parts:
+            part._copy_main_params_to_model_params()
+        self._model.start_param_sync()
 
     def reload_main_params(self) -> None:
         """Copy the model's weights into the optimizer's master copies (after loading weights)."""
@@ -208,7 +217,7 @@ def scheduler_of(
     )
 
 
-def _config(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerConfig:
+def _config(spec: OptimizerSpec, model: TransformerConfig) -> OptimizerConfig:
     """Megatron's settings; those of Adam are read where the spec has any."""
     adam = spec if isinstance(spec, AdamMoments) else spec.adamw if isinstance(spec, MuonOptimizer) else AdamMoments()
     return OptimizerConfig(
@@ -220,8 +229,9 @@ def _config(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerConfig:
         adam_beta2=adam.betas[1],
         adam_eps=adam.eps,
         clip_grad=spec.clip_grad,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
+        bf16=model.params_dtype is torch.bfloat16,
+        params_dtype=model.params_dtype,
+        fp8_recipe=model.fp8_recipe if model.fp8_param else None,
         use_distributed_optimizer=True,
     )
 
