@@ -46,14 +46,16 @@ def scaling_shares(model: MegatronModel) -> Iterator[Packed]:
     if replica or parallel_state.get_tensor_model_parallel_rank():
         return
     for name, module in scaling_modules(model).items():
-        yield Packed((f"{KIND}/{name}",), _bytes_of(module), lambda tensor: (tensor,))
+        state = _bytes_of(module)
+        if state is not None:
+            yield Packed((f"{KIND}/{name}",), state, lambda tensor: (tensor,))
 
 
-def _bytes_of(module: torch.nn.Module) -> Tensor:
-    """uint8 [n] its extra state; empty where it has none yet, as Transformer Engine gives and takes it."""
+def _bytes_of(module: torch.nn.Module) -> Tensor | None:
+    """uint8 [n] its extra state, empty before the first step, as Transformer Engine gives and takes it; None: never any."""
     state = module.get_extra_state()
     if state is None:
-        return torch.empty(0, dtype=torch.uint8)
+        return None
     if not isinstance(state, Tensor):
         raise InputError(
             f"`policy.fp8.recipe: delayed` needs the package transformer-engine 2.0 or newer, whose layers tell their state as a tensor; "
@@ -79,12 +81,13 @@ def load_scaling(model: MegatronModel, folder: Path, reader: TensorReader, fp8: 
     _require_same(folder, _made_with(fp8, experts_per_rank))
     for name, module in scaling_modules(model).items():
         key = f"{KIND}/{name}"
-        if key not in stored:
+        if key in stored:
+            module.set_extra_state(reader.get(key))
+        elif _bytes_of(module) is not None:
             raise InputError(
                 f"{folder} has FP8 scaling state, but none of {name}; it is of another model or damaged. Start anew from the checkpoint's "
                 "weights in a stage of another name"
             )
-        module.set_extra_state(reader.get(key))
 
 
 def _made_with(fp8: Fp8Spec, experts_per_rank: int) -> dict[str, str | int]:

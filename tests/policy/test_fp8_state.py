@@ -64,7 +64,8 @@ def make(rank: int, world: int, port: int, folder: Path, layout: LayoutSpec, fp8
 
 def histories(member: PolicyRank) -> dict[str, Tensor | None]:
     """What this rank's stand-ins hold."""
-    return {name: module.history for name, module in scaling_modules(member.model).items()}  # type: ignore[arg-type]
+    modules = scaling_modules(member.model)  # type: ignore[arg-type]
+    return {name: module.history for name, module in modules.items() if isinstance(module, StandIn)}
 
 
 def fill(member: PolicyRank) -> None:
