@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.hf_config import ExpertsConfig
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.engine import EngineSpec
-from nemo_rl_like.spec.policy import Fp8Spec, LoraSpec, PolicySpec
+from nemo_rl_like.spec.policy import Fp8Spec, LoraSpec, OffloadSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
 
 Figures = dict[str, Any]
@@ -207,6 +209,48 @@ def fp8_step(recipe: Any) -> Callable[[Path], Figures]:
     return run
 
 
+def fp8_delayed(scratch: Path) -> Figures:
+    """As `fp8_step`, with more room: before the first pass no history says how large values are, so its factors are 1."""
+    spec = PolicySpec(rows="packed", fp8=Fp8Spec(recipe="delayed"))
+    found = _against_cpu(scratch, "bfloat16", spec, "fp8-delayed")
+    return {"ok": found["mean_logprob_diff"] <= 0.3 and found["gradient_cosine"] >= 0.8, **found}
+
+
+def fp8_parameters(recipe: Any) -> Callable[[Path], Figures]:
+    """Weights kept in FP8 take less memory, and the steps are those of weights rounded for each product."""
+
+    def run(scratch: Path) -> Figures:
+        runs, gib = [], []
+        for kept in (False, True):
+            spec = PolicySpec(rows="packed", fp8=Fp8Spec(recipe=recipe, parameters=kept))
+            torch.cuda.empty_cache()
+            runs.append(
+                run_steps(scratch / "small", "bfloat16", spec, small_batch(), scratch / f"kept-{recipe}-{kept}")
+            )
+            rank = policy(scratch / f"weights-{kept}", "bfloat16", spec, config=big_config(layers=4))
+            gib.append(round(torch.cuda.memory_allocated() / 2**30, 3))
+            del rank
+        found = compare_runs(runs[1], runs[0])
+        close = found["mean_logprob_diff"] <= 0.02 and found["gradient_cosine"] >= 0.99
+        return {"ok": close and gib[1] < gib[0], "weights_gib": gib, **found}
+
+    return run
+
+
+def fp8_experts(scratch: Path) -> Figures:
+    """A model with experts in FP8 against itself in bfloat16."""
+    experts = ExpertsConfig(count=8, per_token=2, width=256, normalize=True)
+    write_model(scratch / "mixture", replace(small_config(), family="qwen3_moe", experts=experts), "bfloat16")
+    specs = [PolicySpec(rows="packed", fp8=fp8) for fp8 in (Fp8Spec(), None)]
+    ours, theirs = (
+        run_steps(scratch / "mixture", "bfloat16", spec, small_batch(), scratch / f"mixture-{i}")
+        for i, spec in enumerate(specs)
+    )
+    found = compare_runs(ours, theirs)
+    rounded = found["mean_logprob_diff"] > 1e-3
+    return {"ok": rounded and found["mean_logprob_diff"] <= 0.1 and found["gradient_cosine"] >= 0.9, **found}
+
+
 def refusals(scratch: Path) -> Figures:
     """FP8 in float32, and a recipe that this GPU lacks, are refused with the reason."""
     told = {}
@@ -226,7 +270,6 @@ def families(scratch: Path) -> Figures:
 
     from nemo_rl_like.model.check import check_folder
     from nemo_rl_like.model.families import FAMILIES
-    from nemo_rl_like.model.hf_config import ExpertsConfig
 
     out: Figures = {}
     for family in (name for name, traits in FAMILIES.items() if not traits.post_norms):
@@ -245,21 +288,39 @@ def families(scratch: Path) -> Figures:
     return {"ok": all(found["ok"] for found in out.values()), **out}
 
 
-def checkpoint(scratch: Path) -> Figures:
+def checkpoint(name: str, spec: PolicySpec) -> Callable[[Path], Figures]:
     """Saved on the GPU and loaded into a fresh rank, the next step is the same (bfloat16, so with master weights)."""
-    batch, objective = small_batch(), PolicyGradient(on_policy=True)
-    first = policy(scratch / "small", "bfloat16", PolicySpec(), train=True)
-    for _ in range(3):
-        first.train_step(batch, None, objective, 0.8)
-    with CheckpointWriter(scratch / "saved", 3, ModelIdentity("small", "small")) as writer:
-        saved = writer.begin()
-        writer.commit({}, first.save(str(saved)))
-    kept = [first.train_step(batch, None, objective, 0.8) for _ in range(2)]
-    second = policy(scratch / "small", "bfloat16", PolicySpec(), train=True)
-    second.load(str(scratch / "saved" / "step_3"), 3)
-    again = [second.train_step(batch, None, objective, 0.8) for _ in range(2)]
-    apart = largest_metric_difference(kept, again)
-    return {"ok": apart <= 1e-5, "max_metric_diff": apart}
+
+    def run(scratch: Path) -> Figures:
+        batch, objective = small_batch(), PolicyGradient(on_policy=True)
+        first = policy(scratch / "small", "bfloat16", spec, train=True)
+        for _ in range(3):
+            first.train_step(batch, None, objective, 0.8)
+        with CheckpointWriter(scratch / name, 3, ModelIdentity("small", "small")) as writer:
+            saved = writer.begin()
+            writer.commit({}, first.save(str(saved)))
+        kept = [first.train_step(batch, None, objective, 0.8) for _ in range(2)]
+        second = policy(scratch / "small", "bfloat16", spec, train=True)
+        second.load(str(scratch / name / "step_3"), 3)
+        again = [second.train_step(batch, None, objective, 0.8) for _ in range(2)]
+        apart = largest_metric_difference(kept, again)
+        return {"ok": apart <= 1e-5, "max_metric_diff": apart}
+
+    return run
+
+
+def offload(scratch: Path) -> Figures:
+    """With the optimizer in host memory the device holds less, and the steps are the same but for rounding (other kernels)."""
+    batch, objective, runs, gib = small_batch(), PolicyGradient(on_policy=True), [], []
+    for on_host in (False, True):
+        spec = PolicySpec(offload=OffloadSpec(optimizer=on_host))
+        torch.cuda.empty_cache()
+        rank = policy(scratch / "small", "bfloat16", spec, train=True)
+        runs.append([rank.train_step(batch, None, objective, 0.8) for _ in range(3)])
+        gib.append(round(torch.cuda.memory_allocated() / 2**30, 4))
+        del rank
+    apart = largest_metric_difference(*runs)
+    return {"ok": apart <= 1e-2 and gib[1] < gib[0], "max_metric_diff": apart, "gib": gib}
 
 
 # -- the engine
@@ -293,6 +354,32 @@ def engine(dtype: Any, limit: float) -> Callable[[Path], Figures]:
         }  # fmt: skip
 
     return run
+
+
+def vllm_fp8(scratch: Path) -> Figures:
+    """vLLM quantises what it is sent, at each sync again: its log-probs follow the trainer's as weights change."""
+    if find_spec("vllm") is None:
+        return _failed("not run: vllm is not installed")
+    from nemo_rl_like.generation.types import Sampling
+    from nemo_rl_like.generation.vllm import VllmEngine
+
+    write_model(scratch / "rolled", big_config(layers=8, hidden=1024), "bfloat16")
+    rank = policy(scratch / "rolled", "bfloat16", PolicySpec())
+    spec = EngineSpec(kind="vllm", quantization="fp8_per_tensor", kv_cache_gib=2.0)
+    made = VllmEngine(one_rank(1), model_folder=str(scratch / "rolled"), dtype="bfloat16", engine=spec)
+    try:
+        gaps = []
+        for version in (1, 2):
+            with torch.no_grad():
+                for weight in rank.model.parameters():
+                    weight.mul_(1.25 if weight.dim() > 1 else 1.0)
+            made.update_weights(version, rank.publish(version))
+            asked = prompts(32, 8)
+            sampled = made.generate(asked, Sampling(temperature=1.0, max_new_tokens=64, ignore_stop=True))
+            gaps.append(gap_of_samples(rank, asked, sampled)[0])
+    finally:
+        made.close()
+    return {"ok": max(gaps) <= 0.5 and min(gaps) > 1e-3, "gap_p99": gaps}
 
 
 # -- weight sync
@@ -422,12 +509,21 @@ LINES: dict[str, Line] = {
     **{f"float32_{r}": Line(float32_step(r), f"the same steps on the GPU in float32, {r} rows") for r in ROWS},
     **{f"bf16_{r}": Line(bf16_step(r), f"the same steps in bfloat16, {r} rows") for r in ROWS},
     **{f"fp8_{r}": Line(fp8_step(r), f"the same steps in FP8, recipe {r}") for r in RECIPES},
+    "fp8_delayed": Line(fp8_delayed, "the same steps in FP8, recipe delayed"),
+    **{f"fp8_parameters_{r}": Line(fp8_parameters(r), f"weights kept in FP8, recipe {r}") for r in RECIPES},
+    "fp8_experts": Line(fp8_experts, "a model with experts in FP8"),
     "adapters": Line(adapters, "steps of low-rank adapters in float32"),
     "refusals": Line(refusals, "what this GPU cannot do is refused with the reason"),
     "families": Line(families, "logits of every family, experts among them, against transformers"),
-    "checkpoint": Line(checkpoint, "save, load, and the next steps are the same"),
+    "checkpoint": Line(checkpoint("saved", PolicySpec()), "save, load, and the next steps are the same"),
+    **{
+        f"checkpoint_fp8_{name}": Line(checkpoint(f"saved-{name}", PolicySpec(fp8=fp8)), f"the same in FP8, {name}")
+        for name, fp8 in {"delayed": Fp8Spec(recipe="delayed"), "parameters": Fp8Spec(parameters=True)}.items()
+    },
+    "offload": Line(offload, "the optimizer in host memory"),
     "engine_float32": Line(engine("float32", 1e-3), "sampling log-probs against the trainer's, float32"),
     "engine_bf16": Line(engine("bfloat16", 0.3), "sampling log-probs against the trainer's, bfloat16"),
+    "vllm_fp8": Line(vllm_fp8, "vLLM in FP8, quantised at each weight sync", 240),
     "cuda_ipc": Line(cuda_ipc, "weights to another process through GPU memory"),
     "speed_bf16": Line(speed(None), "training speed, bfloat16"),
     **{f"speed_fp8_{r}": Line(speed(r), f"training speed, FP8 {r}") for r in RECIPES},

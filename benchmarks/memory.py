@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,7 +37,7 @@ from nemo_rl_like.model.layouts import Kind, MicroBatch, attention_pair_cost, pl
 from nemo_rl_like.model.memory import Dtype, Memory, Training
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
-from nemo_rl_like.spec.policy import LayoutSpec, Module, PolicySpec, RecomputeSpec
+from nemo_rl_like.spec.policy import LayoutSpec, Module, OffloadSpec, PolicySpec, RecomputeSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 Watched = Callable[[], AbstractContextManager[list[int]]]
@@ -63,6 +64,7 @@ class Case:
     micro_batch_tokens: int = 16384
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     recompute: RecomputeSpec | None = None
+    offload_optimizer: bool = False
 
     @property
     def policy(self) -> PolicySpec:
@@ -73,6 +75,7 @@ class Case:
             logprob_chunk_tokens=self.chunk_tokens,
             micro_batch_tokens=self.micro_batch_tokens,
             recompute=self.recompute,
+            offload=OffloadSpec(optimizer=self.offload_optimizer),
         )
 
 
@@ -112,6 +115,8 @@ CASES = {
     "qwen3_moe, bfloat16": Case(
         replace(LLAMA, family="qwen3_moe", experts=replace(EXPERTS, normalize=False)), dtype="bfloat16"
     ),
+    "llama, optimizer on the host": Case(LLAMA, offload_optimizer=True),
+    "llama, bfloat16, optimizer on the host": Case(LLAMA, dtype="bfloat16", offload_optimizer=True),
     "llama, recompute": Case(LLAMA, recompute=FULL),
     "llama, recompute, bfloat16": Case(LLAMA, dtype="bfloat16", recompute=FULL),
     "llama, recompute 2 of 4 layers": Case(LLAMA, spread=16, recompute=RecomputeSpec(layers=2)),
@@ -138,6 +143,8 @@ class Measured:
     """After the forward pass of the largest micro-batch; None: not measured."""
     working: int
     """The most that one step holds beyond parameters, gradients and optimizer state."""
+    host: int = 0
+    """What the optimizer keeps in host memory for the device's sake."""
 
     @property
     def total(self) -> int:
@@ -176,12 +183,16 @@ def compare(case: Case, context: RankContext) -> tuple[Memory, Measured]:
     """The estimate for a rank, and what its second step takes. Collective over the ranks of the case's layout."""
     batch, head = make_batch(case), HeadShape(case.chunk_tokens)
     shapes = [shape_of(each) for each in _micro_batches(batch, case, context)]
-    memories = [
-        Training(case.config, case.dtype, shape, len(shapes), head, recompute=case.recompute).memory(
-            case.layout, context.axis_ranks["pp"]
-        )
-        for shape in shapes
-    ]
+    trained = partial(
+        Training,
+        case.config,
+        case.dtype,
+        micro_batches=len(shapes),
+        head=head,
+        recompute=case.recompute,
+        offload_optimizer=case.offload_optimizer,
+    )
+    memories = [trained(rows=shape).memory(case.layout, context.axis_ranks["pp"]) for shape in shapes]
     return max(memories, key=lambda memory: memory.total), measure(case, batch, context)
 
 
@@ -198,7 +209,7 @@ def measure(case: Case, batch: TokenBatch, context: RankContext) -> Measured:
     optimizer = policy.backend.optimizer
     buffers = [buffer for ddp in policy.backend.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     state = 0
-    for owned, kinds in optimizer.slices():
+    for owned, kinds in () if case.offload_optimizer else optimizer.slices():
         state += sum(tensor.nbytes for name, tensor in kinds.items() if name != "step")
         state += owned.main.nbytes if owned.main.dtype != owned.parameter.dtype else 0
     return Measured(
@@ -207,6 +218,7 @@ def measure(case: Case, batch: TokenBatch, context: RankContext) -> Measured:
         optimizer=state,
         activations=_kept(policy, case, batch, context, watched),
         working=max(step),
+        host=optimizer.host_bytes,
     )
 
 
@@ -365,6 +377,7 @@ def as_json(estimate: Memory, measured: Measured) -> dict[str, Any]:
         "activations": estimate.activations,
         "working": working,
         "total": estimate.total,
+        "host": estimate.host,
     }
     real = {name: getattr(measured, name) for name in estimated}
     ratios = {name: round(estimated[name] / real[name], 4) for name in estimated if real[name]}

@@ -122,6 +122,9 @@ def layout(
             help="Activations computed again: none, full, full:N (layers of a stage), or of core_attn,mlp,moe; auto: as few layers as fit."
         ),
     ] = "auto",
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Optimizer state in host memory (`policy.offload.optimizer`).")
+    ] = False,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks; default: any.")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks; default: any.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel ranks; default: any.")] = None,
@@ -137,7 +140,9 @@ def layout(
     from nemo_rl_like.cli.commands import layout as command
 
     asked = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "ep": ep, "etp": etp}
-    question = command.question(model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens, recompute)
+    question = command.question(
+        model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens, recompute, offload_optimizer
+    )
     if not command.layout(model, question, {k: v for k, v in asked.items() if v is not None}, as_json=as_json):
         raise typer.Exit(2)
 

@@ -157,6 +157,7 @@ class VllmEngine:
             skip_tokenizer_init=True,
             generation_config="vllm",
             dtype=dtype,
+            quantization=engine.quantization,
             max_model_len=self._max_context,
             max_num_seqs=engine.max_batch_rows,
             kv_cache_memory_bytes=int(engine.kv_cache_gib * 2**30),

@@ -274,8 +274,8 @@ class Activations:
         each = -(-self._pairs // (self.config.experts.count // self.layout.ep))
         # One expert's: the product with the token's weight has three float32 tensors, and linear_fc2 has given back its input.
         weighing = self._routed + each * self._ffn * (3 * FLOAT32 - e)
-        # In the forward pass: the outputs of single experts, put together, sorted.
-        joining = (3 if self.layers == "local" else 2) * self._routed
+        # In the forward pass: tokens before they are sent and as they arrive, the outputs of single experts, and put together.
+        joining = (2 + (self.layout.ep > 1) + (self.layers == "local")) * self._routed
         return again + max(self._residual + sorting, self._residual + weighing, joining)
 
     def _in_first_linear(self) -> int:

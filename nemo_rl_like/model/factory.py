@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.forward import FP8_ALIGNMENT, LayerSpecs, MegatronModel
+from nemo_rl_like.model.forward import LayerSpecs, MegatronModel, fp8_alignment
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.local_layers import local_layer_spec
@@ -69,17 +69,25 @@ def _require_fp8(config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp
         raise InputError(
             f"policy.fp8 needs model.dtype bfloat16, which is {str(dtype).removeprefix('torch.')}; change one of them"
         )
+    check_fp8_widths(config, layout, fp8)
+
+
+def check_fp8_widths(config: ModelConfig, layout: LayoutSpec, fp8: Fp8Spec) -> None:
+    """Raise InputError unless every linear layer has sizes that FP8 products of the recipe take."""
     widths = {
         "hidden_size": config.hidden_size,
         "heads * head_dim / tp": config.heads * config.head_dim // layout.tp,
-        "intermediate_size / tp": config.intermediate_size // layout.tp,
+        "(heads + 2 * kv_heads) * head_dim / tp": (config.heads + 2 * config.kv_heads) * config.head_dim // layout.tp,
     }
-    if config.experts is not None:
-        raise InputError("policy.fp8 is not supported in a model with experts; leave policy.fp8 out")
+    if config.experts is None:
+        widths["intermediate_size / tp"] = config.intermediate_size // layout.tp
+    else:  # their tokens are filled up by Megatron's grouped layer
+        widths["experts' width / etp"] = config.experts.width // layout.expert_tp
+    step = fp8_alignment(fp8.recipe)
     for name, width in widths.items():
-        if width % FP8_ALIGNMENT:
+        if width % step:
             raise InputError(
-                f"policy.fp8: the model's {name} is {width}, which is not a multiple of {FP8_ALIGNMENT}; leave policy.fp8 out"
+                f"policy.fp8: the model's {name} is {width}, which is not a multiple of {step}; leave policy.fp8 out"
             )
 
 

@@ -36,8 +36,11 @@ from nemo_rl_like.model.router import RouterWatch, RowRouter
 from nemo_rl_like.model.row_places import RowPlaces
 
 LayerSpecs: TypeAlias = ModuleSpec | TransformerBlockSubmodules
-FP8_ALIGNMENT = 16
-"""FP8 matrix products take sizes that are multiples of this."""
+
+
+def fp8_alignment(recipe: str) -> int:
+    """What sizes of FP8 matrix products are multiples of: of 16, or of the 32 values of an MXFP8 block."""
+    return 32 if recipe == "mxfp8" else 16
 
 
 class PipelineStage(GPTModel):
@@ -204,7 +207,8 @@ class PipelineStage(GPTModel):
     def _padding(self, shape: torch.Size) -> int:
         """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
         rows, length = shape
-        step = FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT) if self.config.fp8 else 1
+        alignment = fp8_alignment(self.config.fp8_recipe)
+        step = alignment // math.gcd(rows, alignment) if self.config.fp8 else 1
         if self.config.sequence_parallel:
             step = math.lcm(step, self.config.tensor_model_parallel_size)
         if self.context is not None:

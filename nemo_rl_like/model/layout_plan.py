@@ -38,6 +38,8 @@ class Question:
     """Tokens of one update, over all ranks."""
     recompute: RecomputeSpec | Literal["auto"] | None = "auto"
     """`policy.recompute`; `auto`: none if a layout fits without, else as few layers as fit."""
+    offload_optimizer: bool = False
+    """`policy.offload.optimizer`"""
 
     @property
     def usable(self) -> int:
@@ -58,6 +60,7 @@ class Question:
             HeadShape(PolicySpec().logprob_chunk_tokens),
             "transformer_engine",
             recompute,
+            self.offload_optimizer,
         )
 
 
@@ -138,6 +141,8 @@ class Planned:
             found.append(f"{self.bubble:.0%} bubble at {self.micro_batches} micro-batches")
         if self.recompute is not None:
             found.append(self._why_again())
+        if self.memory.host:
+            found.append(f"{self.memory.host / GIB:.1f} GiB of host memory a rank")
         free = (self.question.usable - self.memory.total) / GIB
         found.append(f"{free:.1f} GiB free" if self.fits else f"{-free:.1f} GiB too much")
         return tuple(found)

@@ -71,8 +71,11 @@ class LocalLayer(TransformerLayer):
         self, hidden_states: Tensor, packed_seq_params: AttentionCall | None = None, **unused: object
     ) -> tuple[Tensor, None]:
         """[s, b, H] -> the same shape; the second value is Megatron's cross-attention context."""
-        attended, _ = self.self_attention(self.input_layernorm(hidden_states), packed_seq_params=packed_seq_params)
-        middle = hidden_states + self.after_attention(attended)
+        normed = self.input_layernorm(hidden_states)
+        # No name for what attention gives: it would stay in memory to the end of the layer.
+        middle = hidden_states + self.after_attention(
+            self.self_attention(normed, packed_seq_params=packed_seq_params)[0]
+        )
         normed = self.pre_mlp_layernorm(middle)
         if self.recompute_mlp and torch.is_grad_enabled():
             out = checkpoint(lambda x: self.mlp(x)[0], False, normed)

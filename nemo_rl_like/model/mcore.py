@@ -13,6 +13,7 @@ with runtime.quiet():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -72,12 +73,14 @@ __all__ = [
     "checkpoint",
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
+    "dequantize_fp8_tensor",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "is_float8tensor",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",

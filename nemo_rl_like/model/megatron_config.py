@@ -122,9 +122,13 @@ def _fp8_settings(fp8: Fp8Spec | None) -> dict[str, Any]:
     return {
         "fp8": fp8.format,
         "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.parameters,
         "first_last_layers_bf16": fp8.first_bf16_layers + fp8.last_bf16_layers > 0,
         "num_layers_at_start_in_bf16": fp8.first_bf16_layers,
         "num_layers_at_end_in_bf16": fp8.last_bf16_layers,
+        "fp8_amax_history_len": fp8.amax_history_len,
+        "fp8_amax_compute_algo": fp8.amax_compute_algo,
+        "fp8_margin": fp8.margin,
         # A kept FP8 copy of a weight would be stale in the engine, which decodes outside Megatron's schedules.
         "disable_parameter_transpose_cache": True,
     }

@@ -33,7 +33,7 @@ class Memory:
     gradients: int
     """DDP's buffers."""
     optimizer: int
-    """This rank's share of the moments, and of the master weights."""
+    """This rank's share of the moments, and of the master weights; 0 where they are in host memory."""
     activations: int
     """What the micro-batches in flight keep for their backward passes."""
     temporary: int
@@ -42,6 +42,8 @@ class Memory:
     """What the head adds at its own widest moment, part of `temporary` where that is the widest of all; 0 before the last rank."""
     rank: int
     """Among the pipeline-parallel ranks."""
+    host: int = 0
+    """Bytes of host memory, beside those of the device: with `policy.offload.optimizer` moments and float32 weights, and what is copied to and fro."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -69,6 +71,7 @@ class Training:
     head: HeadShape = field(default_factory=HeadShape)
     layers: Layers = "local"
     recompute: RecomputeSpec | None = None
+    offload_optimizer: bool = False
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -86,16 +89,23 @@ class Training:
         owned = dense // (layout.dp * layout.cp) + experts // layout.expert_dp
         item = ITEMSIZE[self.dtype]
         activations = Activations(self.config, layout, self.rows, item, self.layers, self.head, self.recompute)
+        # A rank's last stage may be the pipeline's, which keeps less than another.
+        kept = (
+            self._in_flight(layout, rank) * activations.kept(rank)
+            + activations.kept(stages[-1])
+            - activations.kept(rank)
+        )
+        # Before the first pass, master weights are made on the device and then moved.
+        master = owned * STATE if self.offload_optimizer and "master" in self.states else 0
         return Memory(
             parameters=(dense + experts) * item,
             gradients=(dense + experts) * GRADIENT,
-            optimizer=owned * STATE * len(self.states),
-            activations=self._in_flight(layout, rank) * activations.kept(rank)
-            + activations.kept(stages[-1])
-            - activations.kept(rank),
-            temporary=max(activations.widest(stage) for stage in stages),
+            optimizer=0 if self.offload_optimizer else owned * STATE * len(self.states),
+            activations=kept,
+            temporary=max(master - kept, *(activations.widest(stage) for stage in stages)),
             head=activations.head_peak() if rank == layout.pp - 1 else 0,
             rank=rank,
+            host=owned * self._host_bytes if self.offload_optimizer else 0,
         )
 
     def _in_flight(self, layout: LayoutSpec, rank: int) -> int:
@@ -107,6 +117,11 @@ class Training:
         between = layout.pp - 1 - rank
         ahead = between if layout.vpp == 1 else 2 * between + (layout.vpp - 1) * layout.pp
         return min(ahead + 1, self.micro_batches * layout.vpp)
+
+    @property
+    def _host_bytes(self) -> int:
+        """Bytes of an owned parameter: weights and moments, the gradient, and weights rounded to 16 bits."""
+        return 3 * STATE + GRADIENT + (ITEMSIZE[self.dtype] if self.dtype != "float32" else 0)
 
     def peak(self, layout: LayoutSpec) -> Memory:
         """That of the rank that needs most. Raises InputError if the model cannot be split that way.

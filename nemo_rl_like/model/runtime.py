@@ -25,7 +25,7 @@ from nemo_rl_like.model import cpu_shim
 from nemo_rl_like.spec.policy import LayoutSpec
 
 logger = logging.getLogger(__name__)
-_RECIPE_NEEDS = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+_RECIPE_NEEDS = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "delayed": (8, 9)}
 """Compute capability that each recipe of `policy.fp8` needs."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
@@ -227,6 +227,11 @@ def _init_model_parallel(layout: LayoutSpec, timeout_s: float) -> None:
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
+
+
+def host_empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised host memory of a tensor's shape, and of its type unless `dtype` says another; page-locked where a GPU copies to it."""
+    return torch.empty(like.shape, dtype=dtype or like.dtype, pin_memory=on_cuda())
 
 
 def keep_freed_memory() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.fp8_weights import fill, plain
 from nemo_rl_like.model.hf_config import QKV_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
@@ -111,7 +112,7 @@ class WeightMap:
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, tensor in self._local_tensors(model, reader):
-                parameters[name].copy_(tensor)
+                fill(parameters[name], tensor)
 
     def mark_shards(self, model: MegatronModel) -> None:
         """Tell Megatron which parameters are pieces of a tensor: the gradient norm counts those on every tensor-parallel rank,
@@ -164,7 +165,7 @@ class WeightMap:
         gather, present = Gather(source), _names_of(model)
         for entry in self.entries:
             name = self._local_name(present, entry)
-            local = None if name is None else _named(source, name)
+            local = None if name is None else plain(_named(source, name))
             full = gather.to_rank_zero(entry, self._leader(entry), local, self._padded_shape(entry))
             parts = [None] * len(entry.hf) if full is None else self._split(entry, full)
             yield from zip(entry.hf, parts, strict=True)
@@ -182,7 +183,7 @@ class WeightMap:
                 continue
             local, place = _named(source, name), shares.place_of(entry)
             if place is not None:
-                full = gathered(entry, local.detach(), group_of(entry), place)
+                full = gathered(entry, plain(local).detach(), group_of(entry), place)
                 if full is not None:
                     yield Packed(entry.hf, full, partial(self._split, entry))
 

@@ -27,7 +27,7 @@ MODEL_FIELDS = ("model.", "file.model.")
 """How the names of what describes the model begin."""
 
 _NOT_RESULTS_STAGE = {"name", "checkpoint", "show_samples", "show_samples_every_steps"}
-_ENGINE_RESULTS = {"kind", "max_context", "dtype"}
+_ENGINE_RESULTS = {"kind", "max_context", "dtype", "quantization"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class ModelRequest:
     """Draw that head; None: zeros."""
     adapter_seed: int | None = None
     """Put the adapters of `policy.lora` on it; None: the whole model is trained."""
+    on_host: bool = False
+    """Keep its weights in host memory but for passes; it is not trained then."""
     timeout_s: float = 600.0
     """Bound of each collective, in seconds."""
 

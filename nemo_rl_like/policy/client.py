@@ -51,11 +51,13 @@ class Policy:
         score_head: bool = False,
         score_head_seed: int | None = None,
         adapter_seed: int | None = None,
+        on_host: bool = False,
     ) -> Policy:
         """Start the ranks of a group `name` and build the model of the Hugging Face `folder` on them.
 
         `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head`: a critic or reward model, see `host`.
-        `adapter_seed`: of the new adapters of `spec.lora`, which alone are trained; None: the whole model, whatever the spec says.
+        `adapter_seed`: of the new adapters of `spec.lora`, which alone are trained; None: the whole model, whatever the spec says. `on_host`: see
+        `host`.
         """
         adapted = adapter_seed is not None and spec.lora is not None
         policy = cls(cls.start_ranks(session, spec, name), name, adapted)
@@ -67,6 +69,7 @@ class Policy:
             score_head=score_head,
             score_head_seed=score_head_seed,
             adapter_seed=adapter_seed,
+            on_host=on_host,
         )
         return policy
 
@@ -87,10 +90,12 @@ class Policy:
         score_head: bool = False,
         score_head_seed: int | None = None,
         adapter_seed: int | None = None,
+        on_host: bool = False,
     ) -> None:
         """Build the model on the group's ranks under this handle's service name.
 
-        `score_head`: a critic or reward model; where the folder has no head it is zeros, or drawn with `score_head_seed`.
+        `score_head`: a critic or reward model; where the folder has no head it is zeros, or drawn with `score_head_seed`. `on_host`: its weights
+        lie in host memory but for passes, and it is not trained.
         """
         kwargs = {
             "folder": str(folder),
@@ -100,6 +105,7 @@ class Policy:
             "score_head": score_head,
             "score_head_seed": score_head_seed,
             "adapter_seed": adapter_seed,
+            "on_host": on_host,
             "timeout_s": self.group.session.spec.step_timeout_s,
         }
         self.group.host(self.service, RANK, kwargs)

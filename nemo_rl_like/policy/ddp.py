@@ -31,8 +31,8 @@ class PolicyDdp(DistributedDataParallel):
         return bool(self.dp_cp_group.size() > 1 or self.expt_dp_group.size() > 1)
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather the parameters' shards."""
-        if self._shared:
+        """Gather the parameters' shards; those in FP8 have more to do after it."""
+        if self._shared or self.ddp_config.fp8_param_gather:
             super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -46,12 +46,15 @@ def wrap_ddp(model: MegatronModel) -> list[PolicyDdp]:
     config = model.config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = finalize_model_grads
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=config.fp8_param
+    )
     wrapped = [PolicyDdp(config, settings, stage) for stage in model.stages]
     for ddp in wrapped:
         for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
             runtime.use_huge_pages(buffer.param_data)
-        ddp.broadcast_params()
+        if not config.fp8_param:  # collectives take no such tensors, and every rank has read the same ones
+            ddp.broadcast_params()
     return wrapped
 
 

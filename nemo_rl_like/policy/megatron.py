@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from nemo_rl_like.model.forward import MegatronModel, PipelineStage
 from nemo_rl_like.model.heads import output_head, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
+from nemo_rl_like.model.host_weights import HostWeights
 from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost
 from nemo_rl_like.model.lora import adapters_off, add_adapters
 from nemo_rl_like.model.mcore import parallel_state
@@ -66,8 +67,9 @@ class MegatronBackend:
         )
         if lora is not None and request.adapter_seed is not None:
             add_adapters(self.model, self._config, lora, request.adapter_seed)
-        self.store = PolicyStore(self.model, self._config, request.folder, lora)
+        self.store = PolicyStore(self.model, self._config, request.folder, lora, policy.fp8)
         self._trained: tuple[list[PolicyDdp], PolicyOptimizer] | None = None
+        self._host = HostWeights(self.model) if request.on_host else None
 
     def _weights(self, request: ModelRequest) -> TensorReader:
         """What the model starts from; with a new score head its shape is that of a model with one."""
@@ -115,8 +117,12 @@ class MegatronBackend:
 
     def start_training(self, spec: OptimizerSpec, total_updates: int) -> None:
         """See `Backend`."""
+        if self._host is not None:
+            raise RuntimeError("a model whose weights lie in host memory is not trained")
         ddp = wrap_ddp(self.model)
-        self._trained = ddp, PolicyOptimizer(self.model, ddp, self.store.trained, spec, total_updates)
+        on_host = self._spec.offload.optimizer
+        optimizer = PolicyOptimizer(self.model, ddp, self.store.trained, spec, total_updates, on_host=on_host)
+        self._trained = ddp, optimizer
 
     def zero_grad(self) -> None:
         """See `Backend`."""
@@ -147,7 +153,8 @@ class MegatronBackend:
             return score(micro_batch, hidden), torch.zeros((), dtype=torch.int, device=device), None
 
         wrapped = self.ddp if training and self._trained else None
-        run_schedule(self.model, wrapped, micro_batches, forward, training=training, finalize=finalize)
+        with nullcontext() if self._host is None else self._host.on_device():
+            run_schedule(self.model, wrapped, micro_batches, forward, training=training, finalize=finalize)
 
     def outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
         """See `Backend`; equal on every tensor- and context-parallel rank."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_like.model import runtime
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.policy.optimizer import MASTER, PolicyOptimizer
 
@@ -35,9 +36,9 @@ class GatheredState(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         shape, sharers = self._shapes[name], self._sharers(name)
+        device = runtime.device()  # collectives run there, wherever the state lies
         if sharers.size() == 1 and name in self._owned:
-            return self._owned[name][0].view(shape)
-        device = torch.device("cpu") if not self._owned else next(iter(self._owned.values()))[0].device
+            return self._owned[name][0].view(shape).to(device)
         full = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
         if name in self._owned:
             state, start, end = self._owned[name]

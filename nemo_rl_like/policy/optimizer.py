@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
+from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.mcore import (
@@ -27,6 +29,7 @@ from nemo_rl_like.model.mcore import (
     OptimizerParamScheduler,
     ParamKey,
     ParamPredicate,
+    TransformerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
@@ -35,7 +38,9 @@ from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.backend import OptimizerStep
 from nemo_rl_like.policy.groups import Settings, settings_of
 from nemo_rl_like.policy.muon import MOMENTUM, Muon
+from nemo_rl_like.policy.offload import HostOptimizer
 from nemo_rl_like.policy.slices import Slice, slices_of
+from nemo_rl_like.spec.offload import MUON_ON_HOST
 from nemo_rl_like.spec.optimizer import AdamMoments, MuonOptimizer, OptimizerSpec, SgdOptimizer
 
 MASTER = "master"
@@ -48,7 +53,7 @@ class PolicyOptimizer:
     """The optimizer of one rank's shard of the model.
 
     Args: `model`, and its stages `wrapped` in Megatron's DDP; `weight_map` of the parameters that are trained; `spec`; `total_updates`, the optimizer
-    steps the schedule spans. Raises SpecError for groups that do not fit the model.
+    steps the schedule spans; `on_host` keeps its state in host memory. Raises SpecError for groups that do not fit the model.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class PolicyOptimizer:
         weight_map: WeightMap,
         spec: OptimizerSpec,
         total_updates: int,
+        *,
+        on_host: bool = False,
     ) -> None:
         self.kind = spec.kind
         self._settings = settings_of(spec, weight_map.entries)
@@ -66,7 +73,7 @@ class PolicyOptimizer:
         made_of = {p: entries[name] for name, p in model.named_parameters() if p.requires_grad}
         with runtime.optimizer_patches():
             built = get_megatron_optimizer(
-                _config(spec, model.config.params_dtype),
+                _config(spec, model.config),
                 list(wrapped),
                 config_overrides=_overrides({p: self._settings[entry] for p, entry in made_of.items()}),
                 use_gloo_process_groups=False,
@@ -74,8 +81,13 @@ class PolicyOptimizer:
         parts = built.chained_optimizers if isinstance(built, ChainedOptimizer) else [built]
         self._optimizer = built
         self._parts: list[DistributedOptimizer] = list(parts)
+        self._config, self._wrapped = model.config, wrapped
         self._adams: list[torch.optim.Optimizer] = []
+        self._hosts: list[HostOptimizer] = []
         for part in self._parts:
+            if on_host:
+                part.optimizer = self._on_host(part, spec)
+                continue
             if isinstance(spec, SgdOptimizer):
                 part.optimizer = _sgd(part.optimizer.param_groups, spec.momentum)
                 continue
@@ -85,10 +97,27 @@ class PolicyOptimizer:
         self._scheduler = scheduler_of(built, spec, total_updates)
         self._max_norm = spec.clip_grad
 
+    def _on_host(self, part: DistributedOptimizer, spec: OptimizerSpec) -> HostOptimizer:
+        """What takes the part's place. Raises SpecError for Muon."""
+        if isinstance(spec, MuonOptimizer):
+            raise SpecError(MUON_ON_HOST)
+        if isinstance(spec, SgdOptimizer):
+            made = HostOptimizer(part, partial(_sgd, momentum=spec.momentum))
+        else:
+            made = HostOptimizer(part, partial(torch.optim.AdamW, betas=spec.betas, eps=spec.eps))
+            self._adams.append(_fused(made.inner))
+        self._hosts.append(made)
+        return made
+
     @property
     def updates(self) -> int:
         """Optimizer steps made so far."""
         return int(self._scheduler.num_steps)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it keeps for the device's sake."""
+        return sum(host.host_bytes for host in self._hosts)
 
     def zero_grad(self) -> None:
         """Drop the gradients of the last step."""
@@ -107,8 +136,22 @@ class PolicyOptimizer:
                 return None
             self._clip(norm)
             self._scheduler.step(increment=1)
-            self._optimizer.step_with_ready_grads()
+            self._update()
         return OptimizerStep(grad_norm=norm, lr=float(self._scheduler.get_lr({})))
+
+    def _update(self) -> None:
+        """Move the weights, and gather those of other ranks."""
+        if not self._hosts:
+            self._optimizer.step_with_ready_grads()
+            return
+        for host in self._hosts:
+            host.step()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Bring the weights of all data-parallel ranks together."""
+        for stage in self._wrapped:
+            stage.start_param_sync()
 
     def _clip(self, norm: float) -> None:
         """Scale every gradient so that their norm over all ranks, which is `norm`, is at most the spec's."""
@@ -129,7 +172,9 @@ class PolicyOptimizer:
 
     def slices(self) -> Iterator[tuple[Slice, dict[str, Any]]]:
         """This rank's slices of parameters, each with its state."""
-        for part in self._parts:
+        for host in self._hosts:
+            yield from host.slices()
+        for part in self._parts if not self._hosts else ():
             for owned in slices_of(part):
                 yield owned, part.optimizer.state[owned.main]
 
@@ -139,11 +184,22 @@ class PolicyOptimizer:
         self._scheduler.step(increment=0)
         for adam in self._adams:
             _set_count(adam, updates)
+        if self._config.fp8_param:
+            self._round_masters()
+
+    def _round_masters(self) -> None:
+        """Make the FP8 weights of the master copies: what a checkpoint has of them was rounded to the model's type in between."""
+        for part in self._parts:
+            part._copy_main_params_to_model_params()
+        self._gather()
 
     def reload_main_params(self) -> None:
         """Copy the model's weights into the optimizer's master copies (after loading weights)."""
-        with runtime.optimizer_patches():
-            self._optimizer.reload_model_params()
+        for host in self._hosts:
+            host.reload()
+        if not self._hosts:
+            with runtime.optimizer_patches():
+                self._optimizer.reload_model_params()
 
 
 def scheduler_of(
@@ -168,7 +224,7 @@ def scheduler_of(
     )
 
 
-def _config(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerConfig:
+def _config(spec: OptimizerSpec, model: TransformerConfig) -> OptimizerConfig:
     """Megatron's settings; those of Adam are read where the spec has any."""
     adam = spec if isinstance(spec, AdamMoments) else spec.adamw if isinstance(spec, MuonOptimizer) else AdamMoments()
     return OptimizerConfig(
@@ -180,8 +236,9 @@ def _config(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerConfig:
         adam_beta2=adam.betas[1],
         adam_eps=adam.eps,
         clip_grad=spec.clip_grad,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
+        bf16=model.params_dtype is torch.bfloat16,
+        params_dtype=model.params_dtype,
+        fp8_recipe=model.fp8_recipe if model.fp8_param else None,
         use_distributed_optimizer=True,
     )
 

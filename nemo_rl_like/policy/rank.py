@@ -49,7 +49,7 @@ class PolicyRank:
     Args: `context` from the worker group, with axes pp, dp, cp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
     number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`; with `adapter_seed`
-    the adapters of `policy.lora` are put on it and trained alone;
+    the adapters of `policy.lora` are put on it and trained alone; `on_host` keeps the weights in host memory but for passes;
     `timeout_s` bounds each collective, in seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
@@ -64,11 +64,12 @@ class PolicyRank:
         score_head: bool = False,
         score_head_seed: int | None = None,
         adapter_seed: int | None = None,
+        on_host: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self._spec = policy
         request = ModelRequest(
-            Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, timeout_s
+            Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, on_host, timeout_s
         )
         self.backend = _backend(context, policy, request)
         self._background = BackgroundSave()

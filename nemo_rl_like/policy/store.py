@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,9 +20,10 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import AdapterMap, MergedWeights
 from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.policy.fp8_state import load_scaling, scaling_shares, write_scaling
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
-from nemo_rl_like.spec.policy import LoraSpec
+from nemo_rl_like.spec.policy import Fp8Spec, LoraSpec
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
@@ -33,13 +35,22 @@ OPTIMIZER = "optimizer.json"
 class PolicyStore:
     """Reads and writes one rank's model; every method is collective, and every rank writes its share."""
 
-    def __init__(self, model: MegatronModel, config: ModelConfig, source: Path, lora: LoraSpec | None = None) -> None:
-        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `lora`: the model's adapters."""
+    def __init__(
+        self,
+        model: MegatronModel,
+        config: ModelConfig,
+        source: Path,
+        lora: LoraSpec | None = None,
+        fp8: Fp8Spec | None = None,
+    ) -> None:
+        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `lora`: the model's adapters;
+        `fp8`: its FP8 layers."""
         self._model = model
         self._source = source
         self._config = config
         self._map = WeightMap(config)
         self._lora = lora
+        self._scaled = fp8 if fp8 is not None and fp8.recipe == "delayed" else None
         self.trained: WeightMap = self._map if lora is None else AdapterMap(config, lora)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -52,7 +63,8 @@ class PolicyStore:
         if self._lora is not None:
             yield f"{prefix}{ADAPTER}", self.trained.iter_shares(self._model)
         if optimizer is not None:
-            yield f"{prefix}optimizer", self._state(optimizer)
+            scaling = () if self._scaled is None else scaling_shares(self._model)
+            yield f"{prefix}optimizer", chain(self._state(optimizer), scaling)
 
     def write_beside(self, folder: Path, optimizer: PolicyOptimizer | None, prefix: str = "") -> None:
         """On rank 0 write what makes `weights` a whole Hugging Face folder, and what describes adapters and the optimizer."""
@@ -65,6 +77,8 @@ class PolicyStore:
             write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
         if optimizer is not None:
             write_kind(folder / f"{prefix}optimizer", optimizer.kind)
+            if self._scaled is not None:
+                write_scaling(folder / f"{prefix}optimizer", self._scaled, self._experts)
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every weight by Hugging Face name, adapters merged, whole on rank 0 and None elsewhere; every rank must run it to its end."""
@@ -101,6 +115,14 @@ class PolicyStore:
         }
         put_state(optimizer, self._names, kinds)
         optimizer.restore(updates)
+        if self._scaled is not None:
+            load_scaling(self._model, folder, reader, self._scaled, self._experts)
+
+    @property
+    def _experts(self) -> int:
+        """Experts of a layer that a rank holds; 0 for a dense model."""
+        experts = self._config.experts
+        return 0 if experts is None else experts.count // self._model.config.expert_model_parallel_size
 
 
 def write_section(folder: Path, section: str, shares: Iterable[Packed]) -> tuple[ShardFile, ...]:

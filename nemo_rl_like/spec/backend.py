@@ -5,7 +5,7 @@ from __future__ import annotations
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec
-from nemo_rl_like.spec.policy import PolicySpec, RouterSpec
+from nemo_rl_like.spec.policy import OffloadSpec, PolicySpec, RouterSpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
@@ -43,6 +43,7 @@ def policy_problem(policy: PolicySpec) -> str | None:
         "fp8": policy.fp8 is not None,
         "lora": policy.lora is not None,
         "router": policy.router != RouterSpec(),
+        "offload": policy.offload != OffloadSpec(),
         "recompute.modules": policy.recompute is not None and policy.recompute.kind == "selective",
     }
     for name, given in asked.items():

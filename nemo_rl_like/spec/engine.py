@@ -25,6 +25,9 @@ class EngineSpec(Spec):
     """Rows decoded at once."""
     dtype: DType | None = None
     """vLLM's type; default: the model's."""
+    quantization: Literal["fp8_per_tensor", "fp8_per_block"] | None = None
+    """vLLM's linear layers and experts in FP8, quantised when weights arrive, at each sync again (an NVIDIA GPU, a 16-bit `dtype`): one factor
+    a tensor, or one a block of 128 x 128; default: off."""
     kv_cache_gib: PositiveFloat = 0.5
     """vLLM's KV cache, in GiB."""
     enforce_eager: bool = True
@@ -40,5 +43,5 @@ class EngineSpec(Spec):
 
     def gap_limit(self, model_dtype: DType) -> float:
         """`max_gap_p99`, or its default for a trainer that computes in `model_dtype`; in nats."""
-        exact = model_dtype == "float32" and self.dtype in (None, "float32")
+        exact = model_dtype == "float32" and self.dtype in (None, "float32") and self.quantization is None
         return self.max_gap_p99 or (1e-3 if exact else 0.3)

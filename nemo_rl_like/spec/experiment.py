@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, model_validator
 
+from nemo_rl_like.spec import fp8
 from nemo_rl_like.spec.backend import policy_problem, stage_problem
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.cluster import ClusterSpec
@@ -14,6 +15,7 @@ from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
 from nemo_rl_like.spec.model import ModelSpec
+from nemo_rl_like.spec.offload import offload_problem
 from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec
@@ -82,11 +84,35 @@ class ExperimentSpec(Spec):
     """Secrets by the environment variable that holds them."""
 
     @model_validator(mode="after")
-    def _fp8_has_its_type(self) -> ExperimentSpec:
-        if self.policy.fp8 is not None and self.model.dtype != "bfloat16":
+    def _fp8_fits(self) -> ExperimentSpec:
+        problem = fp8.fp8_problem(self.policy, self.model.dtype)
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_quantise(self) -> ExperimentSpec:
+        engine = self.engine
+        if engine.quantization is None:
+            return self
+        if engine.kind != "vllm":
             raise ValueError(
-                f"`policy.fp8` needs `model.dtype: bfloat16`, which is {self.model.dtype}; change one of them"
+                f"`engine.quantization` is {engine.quantization}, which vLLM has, and `engine.kind` is {engine.kind}, which decodes on the "
+                "policy's own weights; leave it out, or set `engine.kind: vllm`"
             )
+        if (engine.dtype or self.model.dtype) == "float32":
+            raise ValueError(
+                f"`engine.quantization` is {engine.quantization}, whose activations are 16-bit, and vLLM's type is float32; set "
+                "`engine.dtype: bfloat16`, or leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit_memory(self) -> ExperimentSpec:
+        for stage in self.stages:
+            problem = offload_problem(self.policy.offload, stage) or fp8.stage_problem(self.policy, stage)
+            if problem is not None:
+                raise ValueError(f"stage {stage_name(stage)!r} {problem}")
         return self
 
     @model_validator(mode="after")

@@ -81,16 +81,43 @@ class LayoutSpec(Spec):
 
 
 class Fp8Spec(Spec):
-    """Linear layers computed in FP8 by Transformer Engine; weights, attention and the head stay in the model's type."""
+    """Linear layers computed in FP8 by Transformer Engine; attention, embeddings and the head stay in the model's type."""
 
-    recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """How values are scaled: one factor a tensor, one a block of 128, or one a block of 32 (Blackwell GPUs)."""
+    recipe: Literal["tensorwise", "blockwise", "mxfp8", "delayed"] = "tensorwise"
+    """How values are scaled: one factor a tensor, one a block of 128, or one a block of 32 (Blackwell GPUs); `delayed`: one a tensor, from the
+    largest values of past steps (Micikevicius et al. 2022, arXiv 2209.05433, sec. 3)."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """`hybrid`: E4M3 forward and E5M2 gradients; `e4m3` for both."""
     first_bf16_layers: NonNegativeInt = 0
     """Layers at the start that stay in bfloat16."""
     last_bf16_layers: NonNegativeInt = 0
     """Layers at the end that stay in bfloat16."""
+    parameters: bool = False
+    """Keep the linear layers' weights in FP8 alone, and gather them in it (`tensorwise`, `blockwise`); default: in the model's type, rounded for
+    each product. The optimizer's master copies are float32 either way."""
+    amax_history_len: PositiveInt = 1024
+    """With `delayed`: past steps whose largest values are kept, in passes of a layer."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """With `delayed`: which of those sets the factor."""
+    margin: NonNegativeInt = 0
+    """With `delayed`: the factor leaves room for values 2^margin times as large."""
+
+    @model_validator(mode="after")
+    def _fields_of_recipe(self) -> Fp8Spec:
+        if self.recipe != "delayed":
+            given = sorted(self.model_fields_set & {"amax_history_len", "amax_compute_algo", "margin"})
+            if given:
+                raise ValueError(f"`{given[0]}` goes with `recipe: delayed`; leave it out, or set that recipe")
+        elif self.first_bf16_layers or self.last_bf16_layers:
+            raise ValueError(
+                "`recipe: delayed` scales all layers in one context, so none stays in bfloat16; leave `first_bf16_layers` and "
+                "`last_bf16_layers` out, or use another recipe"
+            )
+        if self.parameters and self.recipe not in ("tensorwise", "blockwise"):
+            raise ValueError(
+                f"`parameters` is for `recipe: tensorwise` and `blockwise`, and `recipe` is {self.recipe}; leave one of them out"
+            )
+        return self
 
 
 class RouterSpec(Spec):
@@ -122,6 +149,15 @@ class RecomputeSpec(Spec):
         if self.kind == "full" and "modules" in self.model_fields_set:
             raise ValueError("`modules` goes with `kind: selective`; `full` takes `layers`")
         return self
+
+
+class OffloadSpec(Spec):
+    """What waits in host memory while the GPU does not need it (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840)."""
+
+    optimizer: bool = False
+    """Master weights and moments live in host memory, and the step runs there; the critic's too. For `adamw` and `sgd`."""
+    frozen: bool = False
+    """Reference, teacher and reward models lie in host memory but for their passes."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -162,6 +198,8 @@ class PolicySpec(Spec):
     """Compute linear layers in FP8 (an NVIDIA GPU of the Hopper generation or newer, `model.dtype: bfloat16`); default: off."""
     recompute: RecomputeSpec | None = None
     """Compute activations again in the backward pass instead of keeping them; default: keep them."""
+    offload: OffloadSpec = OffloadSpec()
+    """Keep optimizer state, or models that are not trained, in host memory; default: nothing."""
     router: RouterSpec = RouterSpec()
     """Losses of a model with experts."""
     lora: LoraSpec | None = None

@@ -78,5 +78,7 @@ class PreferenceStage:
         if policy.adapted:
             return policy.base("reference")
         reference = Policy(policy.group, "reference")
-        reference.host(model.folder, self.spec.policy, self.spec.model.dtype, model.initialize)
+        policy_spec = self.spec.policy
+        on_host = policy_spec.offload.frozen
+        reference.host(model.folder, policy_spec, self.spec.model.dtype, model.initialize, on_host=on_host)
         return reference

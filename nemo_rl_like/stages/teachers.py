@@ -74,6 +74,6 @@ def host_teachers(group: WorkerGroup, spec: ExperimentSpec, block: TeachersSpec)
     hosted = []
     for number, teacher in enumerate(block.teachers):
         model = Policy(group, f"teacher-{number}")
-        model.host(Path(teacher.path), spec.policy, spec.model.dtype)
+        model.host(Path(teacher.path), spec.policy, spec.model.dtype, on_host=spec.policy.offload.frozen)
         hosted.append(model)
     return tuple(hosted)

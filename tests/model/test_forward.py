@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import FP8_ALIGNMENT, MegatronModel, hidden_states, select_places
+from nemo_rl_like.model.forward import MegatronModel, fp8_alignment, hidden_states, select_places
 from nemo_rl_like.model.heads import full_logits, output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
@@ -33,8 +33,9 @@ def logits_of(model: MegatronModel, row: torch.Tensor) -> torch.Tensor:
         return full_logits(hidden[:, 0], output_head(model))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_places_added_for_fp8_products_change_nothing(folders: dict[str, Path], kind: Kind) -> None:
+def test_places_added_for_fp8_products_change_nothing(folders: dict[str, Path], kind: Kind, recipe: str) -> None:
     """The linear layers stay as they are here: Megatron's FP8 needs Transformer Engine."""
     model, widths = load(folders["llama"]), []
     batch = tiny.make_batch()
@@ -43,7 +44,7 @@ def test_places_added_for_fp8_products_change_nothing(folders: dict[str, Path], 
     )
     gradients = []
     for fp8 in (None, "hybrid"):
-        model.config.fp8 = fp8
+        model.config.fp8, model.config.fp8_recipe = fp8, recipe
         widths.clear()
         hook = model.first.decoder.layers[0].register_forward_pre_hook(
             lambda _, args, kwargs: widths.append(kwargs["hidden_states"].shape), with_kwargs=True
@@ -53,10 +54,10 @@ def test_places_added_for_fp8_products_change_nothing(folders: dict[str, Path], 
         model.zero_grad()
         hidden.square().sum().backward()
         gradients.append((hidden.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
-    length, rows, _ = widths[0]
+    (length, rows, _), step = widths[0], fp8_alignment(recipe)
     shortest = micro_batch.input_ids.shape[1]
-    assert (length * rows) % FP8_ALIGNMENT == 0 and shortest <= length < shortest + FP8_ALIGNMENT
-    assert (shortest * rows) % FP8_ALIGNMENT != 0, "the case must need padding"
+    assert (length * rows) % step == 0 and shortest <= length < shortest + step
+    assert (shortest * rows) % step != 0, "the case must need padding"
     for plain, padded in zip(gradients[0][1], gradients[1][1], strict=True):
         assert (plain - padded).abs().max() <= 1e-5 * max(1.0, float(plain.abs().max()))
     assert torch.allclose(gradients[0][0], gradients[1][0], atol=1e-6)

@@ -37,6 +37,20 @@ def test_gradients_are_float32_at_any_type_and_master_weights_stand_beside_16_bi
     assert narrow.optimizer == 3 * wide.parameters
 
 
+def test_an_optimizer_in_host_memory_takes_none_of_the_device_but_while_its_master_weights_are_made() -> None:
+    few = MicroBatchShape.packed(1, 1)
+    for dtype, each in (("float32", 16), ("bfloat16", 18)):
+        here, away = (
+            Training(LLAMA, dtype, few, offload_optimizer=away).memory(LayoutSpec(dp=2), 0) for away in (False, True)
+        )
+        assert here.host == 0 < here.optimizer and away.optimizer == 0
+        owned = here.optimizer // (8 if dtype == "float32" else 12)
+        assert away.host == each * owned
+        assert away.activations + away.temporary == (
+            4 * owned if dtype == "bfloat16" else here.activations + here.temporary
+        )
+
+
 def test_data_parallel_ranks_share_the_optimizer_and_nothing_else() -> None:
     alone, eight = memory(LayoutSpec()), memory(LayoutSpec(dp=8))
     assert eight.optimizer == alone.optimizer // 8

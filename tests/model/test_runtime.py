@@ -89,7 +89,7 @@ def test_what_needs_a_gpu_says_why() -> None:
     for capability in (able.cuda, able.fp8, able.cuda_ipc, able.transformer_engine):
         assert not capability.available
         assert "CUDA" in capability.reason
-    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+    for recipe in ("tensorwise", "blockwise", "mxfp8", "delayed"):
         assert not runtime.fp8_capability(recipe).available
     assert runtime.device() == torch.device("cpu")
     assert runtime.backend() == "gloo"

@@ -14,7 +14,7 @@ from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.optimizer import OptimizerSpec
-from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, OffloadSpec, PolicySpec
 from tests.policy.ranks import save_checkpoint, state_of
 from tests.policy.test_laws import make_batch
 
@@ -35,6 +35,8 @@ class Case:
     layout: LayoutSpec = ONE
     dtype: str = "float32"
     lora: LoraSpec | None = None
+    on_host: bool = False
+    """`policy.offload.optimizer`"""
 
 
 def member(rank: int, world: int, port: int, case: Case) -> PolicyRank:
@@ -42,7 +44,7 @@ def member(rank: int, world: int, port: int, case: Case) -> PolicyRank:
     layout = case.layout
     axes = {"dp": layout.dp, "pp": layout.pp, "tp": layout.tp}
     place = RankContext("p", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node")
-    policy = PolicySpec(layout=layout, lora=case.lora)
+    policy = PolicySpec(layout=layout, lora=case.lora, offload=OffloadSpec(optimizer=case.on_host))
     seed = None if case.lora is None else 5
     made = PolicyRank(place, folder=str(case.folder), policy=policy, dtype=case.dtype, adapter_seed=seed)
     made.start_training(case.optimizer, TOTAL)

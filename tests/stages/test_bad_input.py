@@ -172,7 +172,38 @@ def test_a_damaged_model_folder_is_refused(
             ("`engine.kind: embedded` decodes on each data-parallel rank by itself", "vllm"),
         ),
         (("engine.tensor_parallel=2",), ("`engine.tensor_parallel` is 2", "only vLLM", "`policy.layout.tp`")),
+        (
+            ("policy.offload={optimizer: true}", "stages.0.optimizer={kind: muon}"),
+            ("`policy.offload.optimizer`", "`optimizer.kind` is muon", "leave one of them out"),
+        ),
+        (
+            ("policy.offload={frozen: true}", "stages.0.algorithm={preset: nash_md}"),
+            ("`opponent`", "`policy.offload.frozen`", "leave one of them out"),
+        ),
         (("policy.fp8={}",), ("`policy.fp8`", "`model.dtype: bfloat16`", "float32")),
+        (("policy.fp8={recipe: tensorwise, margin: 1}",), ("`margin` goes with `recipe: delayed`",)),
+        (
+            ("policy.fp8={recipe: delayed, last_bf16_layers: 1}",),
+            ("`recipe: delayed` scales all layers", "`last_bf16_layers`"),
+        ),
+        (("policy.fp8={recipe: mxfp8, parameters: true}",), ("`parameters` is for `recipe: tensorwise`", "mxfp8")),
+        (
+            ("policy.fp8={parameters: true}", "model.dtype=bfloat16", "policy.lora={}"),
+            ("`policy.fp8.parameters`", "`policy.lora`", "leave one of them out"),
+        ),
+        (
+            ("policy.fp8={parameters: true}", "model.dtype=bfloat16", "policy.offload={frozen: true}"),
+            ("`policy.fp8.parameters`", "`policy.offload`", "leave one of them out"),
+        ),
+        (("engine.quantization=fp8_per_tensor",), ("`engine.quantization`", "`engine.kind` is embedded", "vllm")),
+        (
+            ("engine={kind: vllm, quantization: fp8_per_block}",),
+            ("`engine.quantization` is fp8_per_block", "float32", "`engine.dtype: bfloat16`"),
+        ),
+        (
+            ("engine={kind: vllm, quantization: fp8_per_tensor, dtype: bfloat16}",),
+            ("`engine.quantization` is fp8_per_tensor", "needs an NVIDIA GPU", "leave it out"),
+        ),
         (("policy.fp8={}", "model.dtype=bfloat16"), ("`policy.fp8`", "NVIDIA GPU", "leave it out")),
     ],
 )

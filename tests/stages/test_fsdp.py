@@ -91,6 +91,7 @@ def spec_of(tmp_path: Path, *overrides: str) -> ExperimentSpec:
         ("policy.layout={etp: 2, dp: 2}", "`policy.layout.etp` is 2"),
         ("policy.lora={}", "`policy.lora` is given"),
         ("policy.router={z_loss: 0.1}", "`policy.router` is given"),
+        ("policy.offload={frozen: true}", "`policy.offload` is given"),
         ("policy.recompute={kind: selective}", "`policy.recompute.modules` is given"),
         ("stages.sft.optimizer={kind: muon}", "`optimizer.kind: muon`"),
         ("stages.sft={kind: evaluate, name: sft}", "`engine.kind: embedded` decodes on Megatron's layers"),

@@ -138,6 +138,14 @@ def test_twenty_kills_are_none(folder: Path, unharmed: tuple[Outcome, float]) ->
         print(survive(folder, f"timed-{round_number}", delays, want))
 
 
+@pytest.mark.slow
+def test_optimizer_and_reference_in_host_memory_are_the_same_run(folder: Path, unharmed: tuple[Outcome, float]) -> None:
+    output = folder / "on-host"
+    arguments = ["run", str(write_spec(folder, output)), "policy.offload={optimizer: true, frozen: true}"]
+    assert finish(arguments, folder / "on-host.log") == 0, (folder / "on-host.log").read_text()[-2000:]
+    check(folder, output, unharmed[0])
+
+
 def test_the_same_seed_is_the_same_run_whatever_the_order_of_environments(
     folder: Path, unharmed: tuple[Outcome, float]
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.pipeline.runner import run_pipeline
 from nemo_rl_like.spec.loader import load_spec
@@ -90,6 +91,11 @@ def test_data_that_does_not_fit_is_refused_before_anything_starts(
     error = refusal(tmp_path, stages)
     for word in words:
         assert word in str(error), str(error)
+
+
+def test_a_reference_that_moves_does_not_lie_in_host_memory(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"`reference_sync`.*`policy.offload.frozen`"):
+        load_spec(written(tmp_path / "out"), ("policy.offload={frozen: true}",))
 
 
 def test_a_good_spec_reaches_the_start_of_ray(tmp_path: Path) -> None:

@@ -30,10 +30,12 @@ def question(
     micro_batch_tokens: int,
     step_tokens: int,
     recompute: str,
+    offload_optimizer: bool,
 ) -> Question:
     """What the command line asks. Raises InputError."""
     again = recompute_of(recompute)
-    return Question(shape_of(model), gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens, again)
+    sizes = (gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens)
+    return Question(shape_of(model), *sizes, again, offload_optimizer)
 
 
 def recompute_of(text: str) -> RecomputeSpec | Literal["auto"] | None:
@@ -90,6 +92,7 @@ def _as_json(planned: Planned) -> dict[str, JSON]:
         "layout": planned.layout.model_dump(),
         "recompute": None if planned.recompute is None else planned.recompute.model_dump(mode="json"),
         "bytes": {**planned.memory.parts, "total": planned.memory.total},
+        "host_bytes": planned.memory.host,
         "pipeline_rank": planned.memory.rank,
         "micro_batches": planned.micro_batches,
         "bubble": round(planned.bubble, 4),
@@ -115,9 +118,10 @@ def _print(model: str, question: Question, found: Sequence[Planned]) -> None:
         typer.echo(_line(planned))
     if len(found) > _SHOWN:
         typer.echo(f"and {len(found) - _SHOWN} more (--json)")
-    again = "" if found[0].recompute is None else f", recompute: {_spec_of(found[0].recompute)}"
+    further = "" if found[0].recompute is None else f", recompute: {_spec_of(found[0].recompute)}"
+    further += ", offload: {optimizer: true}" if question.offload_optimizer else ""
     typer.echo(
-        f"\npolicy: {{layout: {named(found[0].layout)}, micro_batch_tokens: {question.micro_batch_tokens}{again}}}"
+        f"\npolicy: {{layout: {named(found[0].layout)}, micro_batch_tokens: {question.micro_batch_tokens}{further}}}"
     )
 
 
