@@ -130,7 +130,7 @@ def test_every_rank_of_a_layout_gets_its_layers_state(found: dict[str, Any], lay
             assert (history is None) == name.endswith(".unused")
             assert got[name] is None if history is None else torch.equal(got[name], history), name
             layers.add(name.split(".")[1])
-    assert layers == {"0", "1", "2"}
+    assert layers == {"0", "1", "2", "3"}
 
 
 def test_a_checkpoint_of_another_recipe_starts_the_histories_anew(found: dict[str, Any]) -> None:

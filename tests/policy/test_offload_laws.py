@@ -78,7 +78,7 @@ def frozen(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
         place = context_of(layout, rank, world, port)
         this = PolicyRank(place, folder=str(folder), policy=PolicySpec(layout=layout), dtype="float32", on_host=on_host)
         places = [[p.data_ptr() for p in this.model.parameters()]]
-        hook = this.model.register_forward_pre_hook(
+        hook = this.model.first.register_forward_pre_hook(
             lambda model, inputs, places=places: places.append([p.data_ptr() for p in model.parameters()])
         )
         found["host" if on_host else "device"] = this.score([row.tolist() for row in make_batch().tokens.split(5)])
