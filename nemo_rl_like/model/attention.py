@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemo_rl_like.model.context import ContextRanks
+from nemo_rl_like.model.dropout import TokenKeys
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.row_places import RowPairs
 
@@ -107,6 +108,8 @@ class AttentionCall:
     """Which of this rank's tokens are a row's, where routers balance rows."""
     context: ContextRanks | None = None
     """The ranks that each have a part of the sequences; None: this one has them whole."""
+    token_keys: TokenKeys | None = None
+    """Of this rank's tokens, where adapters have dropout."""
     qkv_format: str = "sbhd"
     """Read by Megatron: keep [s, b, heads, d], do not flatten."""
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, Rotary, rotary_of
 from nemo_rl_like.model.context import ContextRanks
+from nemo_rl_like.model.dropout import TokenKeys
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import (
@@ -27,6 +28,7 @@ from nemo_rl_like.model.mcore import (
     TransformerBlockSubmodules,
     TransformerConfig,
     gather_from_sequence_parallel_region,
+    parallel_state,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
 from nemo_rl_like.model.router import RouterWatch, RowRouter
@@ -85,7 +87,11 @@ class MegatronModel(GPTModel):
         """Hidden states [M, H] that predict the micro-batch's targets, with context parallelism those of `scored_here`; before the last
         stage, [s, b, H] for the next one."""
         hidden = self._run(
-            micro_batch.input_ids, micro_batch.position_ids, micro_batch.attention, micro_batch.row_places
+            micro_batch.input_ids,
+            micro_batch.position_ids,
+            micro_batch.attention,
+            micro_batch.row_places,
+            micro_batch.token_keys,
         )
         if not self.post_process:
             return hidden
@@ -111,16 +117,22 @@ class MegatronModel(GPTModel):
         """
         if self.context is not None:
             raise ValueError("with context parallelism a rank has parts of sequences; use `whole_sequences`")
-        hidden = self._run(input_ids, position_ids, layout, None)
+        hidden = self._run(input_ids, position_ids, layout)
         return hidden[: input_ids.shape[1]] if self.post_process else hidden
 
     def _run(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, row_places: RowPlaces | None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: AttentionLayout,
+        row_places: RowPlaces | None = None,
+        token_keys: Tensor | None = None,
     ) -> Tensor:
         padding = self._padding(input_ids)
         rows = None
         if self.watch is not None:
             rows = self.watch.pairs(row_places, input_ids.shape, input_ids.shape[1] + padding, self.context)
+        keys = None if token_keys is None else self._keys(functional.pad(token_keys, (0, padding)))
         if padding:
             input_ids, position_ids = (functional.pad(x, (0, padding)) for x in (input_ids, position_ids))
         if self.context is not None:
@@ -131,7 +143,7 @@ class MegatronModel(GPTModel):
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=AttentionCall(layout, rotary, window_rotary, padding, rows, self.context),
+            packed_seq_params=AttentionCall(layout, rotary, window_rotary, padding, rows, self.context, keys),
         )
         if self.post_process and self.config.sequence_parallel:
             # The heads' gradients are whole on every rank, so the backward only cuts them.
@@ -155,6 +167,14 @@ class MegatronModel(GPTModel):
         if self.config.recompute_granularity is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # Megatron finds no gradients inside what it recomputes unless an input has one
         return embedded
+
+    def _keys(self, token_keys: Tensor) -> TokenKeys:
+        """Those of this rank's tokens, of all [b, s]."""
+        own = (token_keys if self.context is None else self.context.part(token_keys)).t()
+        if not self.config.sequence_parallel:
+            return TokenKeys(own, own)
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return TokenKeys(own, own.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()])
 
     def _watched(self, config: TransformerConfig) -> RouterWatch:
         watch = RouterWatch(config)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.attention import AttentionCall
+from nemo_rl_like.model.dropout import SiteDropout, TokenKeys, channel_keys
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, QKV_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.mcore import (
@@ -33,13 +35,14 @@ from nemo_rl_like.model.mcore import (
 from nemo_rl_like.model.scratch import DrawnReader
 from nemo_rl_like.model.weight_entries import ADAPTER, Entry, Packing
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.policy import LoraSpec
+from nemo_rl_like.spec.policy import LoraSpec, Projection
 
 _ATTENTION = {"self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"), "self_attention.linear_proj": ("o_proj",)}
 _MLP = {"mlp.linear_fc1": ("gate_proj", "up_proj"), "mlp.linear_fc2": ("down_proj",)}
 PROJECTIONS: Mapping[str, tuple[str, ...]] = {**_ATTENTION, **_MLP}
 """Hugging Face projections of each of Megatron's linear layers, in the order of its rows."""
 _CUT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
+_NUMBERS = {name: i for i, name in enumerate(get_args(Projection))}
 
 
 class LowRank(nn.Module):
@@ -71,6 +74,9 @@ class Adapter(nn.Module):
         """Whether the layer's input (or, where it is cut by columns, its output) is this rank's part of the sequence."""
         self.held_lengths: Tensor | None = None
         """What `row_lengths` gives, while no weight changes."""
+        self.dropout: SiteDropout | None = None
+        """Of A's inputs, in training passes."""
+        self._tokens: Tensor | None = None
         self._of: Mapping[str, LowRank] = dict(parts)
         self._rows, self._scale, self._groups, self._by_columns = dict(rows), scale, groups, by_columns
         self.with_lengths = any(part.m is not None for part in parts.values())
@@ -138,9 +144,26 @@ class Adapter(nn.Module):
             if part is None:
                 deltas.append(x.new_zeros(*places, rows))
                 continue
-            inner = x @ part.a.t()
-            deltas.append(self._across_ranks(inner) @ part.b.t())
+            deltas.append(self._across_ranks(self._inner(name, part.a, x)) @ part.b.t())
         return self._packed(deltas) * self._scale
+
+    def _inner(self, name: str, a: Tensor, x: Tensor) -> Tensor:
+        if self.dropout is None or self._tokens is None:
+            return x @ a.t()
+        return self.dropout.product(name, x, a, self._tokens)
+
+    def drop(self, share: float, layer: int) -> None:
+        """Have dropout in passes that are shown by keys."""
+        channels = {}
+        for name, part in self._of.items():
+            count = part.a.shape[1]
+            first = parallel_state.get_tensor_model_parallel_rank() * count if self._by_columns else 0
+            channels[name] = channel_keys(layer, _NUMBERS[name], first, count, part.a.device)
+        self.dropout = SiteDropout(share, channels)
+
+    def show(self, keys: TokenKeys | None) -> None:
+        """Drop inputs of these tokens from now on; None: of no pass."""
+        self._tokens = None if keys is None else (keys.sequence if self._by_columns else keys.part)
 
     def share_sequences(self) -> None:
         """Work on parts of sequences. What is whole on every rank (A, or B behind columns) then sees a part only, and Megatron sums its gradient."""
@@ -185,6 +208,7 @@ class Adapter(nn.Module):
 def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed: int) -> None:
     """Put adapters on the model and freeze all else. A is drawn from `seed`, the same at every layout, and B is zero, as in PEFT."""
     check_targets(config, lora)
+    _check_recompute(model, lora)
     model.requires_grad_(False)
     for layer in model.decoder.layers:
         for path, projections in PROJECTIONS.items():
@@ -195,6 +219,8 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
             linear.register_forward_hook(_add_delta)
             if model.config.sequence_parallel:
                 linear.lora.share_sequences()
+        if lora.dropout:
+            _drop_inputs(layer, lora.dropout)
     adapters = AdapterMap(config, lora)
     adapters.mark_shards(model)
     adapters.load_hf(model, _FreshAdapters(adapters, seed))
@@ -223,6 +249,16 @@ def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
         )
 
 
+def _check_recompute(model: MegatronModel, lora: LoraSpec) -> None:
+    """On Transformer Engine a feed-forward layer that is computed again by itself isn't told of which pass."""
+    alone = model.config.recompute_granularity == "selective" and "mlp" in model.config.recompute_modules
+    if lora.dropout and alone and runtime.on_cuda():
+        raise InputError(
+            f"policy.lora.dropout is {lora.dropout:g}, but on CUDA policy.recompute.modules cannot have mlp beside it; use kind: full, or leave "
+            "one of them out"
+        )
+
+
 def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype: torch.dtype) -> Adapter:
     """`inputs`: columns of the layer's weight on this rank."""
     by_columns = path in _CUT_BY_COLUMNS
@@ -247,6 +283,23 @@ def _add_delta(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, T
     bias = None if linear.skip_bias_add else linear.bias
     delta = adapter(inputs[0], outputs[0].shape[:-1])
     return adapter.output(outputs[0], bias, delta, linear.weight), outputs[1]
+
+
+def _drop_inputs(layer: Any, share: float) -> None:
+    """Give the adapters of a layer dropout in passes that bring token keys."""
+    found = [module for module in layer.modules() if isinstance(module, Adapter)]
+    for adapter in found:
+        adapter.drop(share, layer.layer_number)
+
+    def show(call: AttentionCall | None) -> None:
+        for adapter in found:
+            adapter.show(None if call is None else call.token_keys)
+
+    def hook(layer: object, inputs: object, named: Mapping[str, Any]) -> None:
+        show(named["packed_seq_params"])
+
+    layer.show_pass = show
+    layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.dropout import token_keys
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
@@ -67,6 +68,7 @@ class PolicyRank:
         timeout_s: float = 600.0,
     ) -> None:
         self._spec = policy
+        self._adapter_seed = adapter_seed
         request = ModelRequest(
             Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, timeout_s
         )
@@ -118,7 +120,10 @@ class PolicyRank:
         if self.backend.watch is not None:
             names, further = (*names, *ROUTER_METRICS), [*further, self.backend.watch.metrics()]
         walked = replace(walked, sums=torch.cat([walked.sums, *further]))
-        metrics = self._report(part, stats.live_rows, walked, names, gap)
+        undropped = None
+        if gap is not None and self._drops:  # the engine has no dropout
+            undropped = self._walk(part, stats.live_rows, Walk(temperature), training=False).logprobs
+        metrics = self._report(part, stats.live_rows, walked, names, gap, undropped)
         step = self.backend.step()
         if step is None:
             raise NonFinite(f"update {self.backend.updates}: a gradient is not finite, the step was not made")
@@ -191,6 +196,7 @@ class PolicyRank:
             together=walk.together(batch),
             pair_cost=self.backend.pair_cost,
             with_row_places=self._balances(walk, training),
+            token_keys=self._token_keys(batch, walk) if training else None,
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
@@ -223,6 +229,17 @@ class PolicyRank:
         logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
         return Walked(logprobs, entropy, sums, passes.metrics)
 
+    @property
+    def _drops(self) -> bool:
+        """Whether training passes have dropout."""
+        return self._adapter_seed is not None and self._spec.lora is not None and self._spec.lora.dropout > 0
+
+    def _token_keys(self, batch: TokenBatch, walk: Walk) -> Tensor | None:
+        """What the dropout of this update's walk draws from, if there is any."""
+        if not self._drops or self._adapter_seed is None:
+            return None
+        return token_keys(batch, self._adapter_seed, self.backend.updates, int(walk.finalize))
+
     def _balances(self, walk: Walk, training: bool) -> bool:
         """Whether routers are balanced: in a step's own walk. The log-probs of others and further losses leave them alone."""
         return self.backend.watch is not None and training and walk.finalize
@@ -240,12 +257,14 @@ class PolicyRank:
         walked: Walked,
         names: Sequence[str],
         gap: GapLimit | None,
+        undropped: Tensor | None = None,
     ) -> dict[str, float]:
-        """Metrics as numbers: the one device-to-host copy of a step. Raises GapExceeded and NonFinite."""
+        """Metrics as numbers: the one device-to-host copy of a step; the gap is that of `undropped`, if given. Raises GapExceeded and NonFinite."""
         values = walked.sums
         if gap is not None:
             mask = batch.loss_mask & rows[batch.row_of_token] & (batch.version >= 0)
-            values = torch.cat([values, rollout_gap(walked.logprobs, batch.behavior, mask)])
+            logprobs = walked.logprobs if undropped is None else undropped
+            values = torch.cat([values, rollout_gap(logprobs, batch.behavior, mask)])
             names = (*names, *GAP_METRICS)
         metrics = dict(zip(names, values.tolist(), strict=True))
         if gap is not None and not metrics["gap/p99"] < gap.p99:

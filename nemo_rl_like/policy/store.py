@@ -146,7 +146,7 @@ def write_adapter_config(file: Path, lora: LoraSpec, base: Path) -> None:
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "target_modules": list(lora.targets),
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "inference_mode": True,
     }

@@ -124,8 +124,18 @@ class LoraSpec(Spec):
     """Multiply by alpha / sqrt(rank) instead, so that large ranks learn as fast (Kalajdzievski 2023, arXiv 2312.03732)."""
     dora: bool = False
     """Learn the length of each row of the adapted weights apart from its direction (DoRA, Liu et al. 2024, arXiv 2402.09353)."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of A's inputs that are 0 in an update, drawn anew for each one; the others are divided by 1 - this."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
     """Projections that have an adapter, in every layer."""
+
+    @model_validator(mode="after")
+    def _dropout_leaves_the_base_alone(self) -> LoraSpec:
+        if self.dora and self.dropout:
+            raise ValueError(
+                f"`dropout` is {self.dropout:g}, but `dora` scales the layer's own product, which dropout would then change too; leave one of them out"
+            )
+        return self
 
     @property
     def scale(self) -> float:
