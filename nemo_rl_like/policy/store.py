@@ -17,7 +17,8 @@ from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
-from nemo_rl_like.model.lora import AdapterMap, MergedWeights
+from nemo_rl_like.model.lora import MergedWeights
+from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
@@ -62,7 +63,7 @@ class PolicyStore:
         if self._config.score_head:
             _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
         if self._lora is not None:
-            write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
+            write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._config, self._source)
         if optimizer is not None:
             write_kind(folder / f"{prefix}optimizer", optimizer.kind)
 
@@ -135,17 +136,22 @@ def copy_side_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def write_adapter_config(file: Path, lora: LoraSpec, base: Path) -> None:
-    """PEFT's description of the adapters beside it."""
+def write_adapter_config(file: Path, lora: LoraSpec, config: ModelConfig, base: Path) -> None:
+    """PEFT's description of the adapters beside it.
+
+    PEFT puts an expert's gate and up together in one of twice the rank and alpha, which `use_rslora` would scale by another factor: the
+    factor is then said without it.
+    """
+    plain = bool(in_experts(config, lora))
     known = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rslora,
+        "lora_alpha": lora.scale * lora.rank if plain else lora.alpha,
+        "use_rslora": lora.rslora and not plain,
         "use_dora": lora.dora,
-        "target_modules": list(lora.targets),
+        "target_modules": [hf_projection(config, name) for name in lora.targets],
         "lora_dropout": lora.dropout,
         "bias": "none",
         "inference_mode": True,

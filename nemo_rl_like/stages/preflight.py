@@ -19,7 +19,7 @@ from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
-from nemo_rl_like.model.lora import AdapterMap, check_targets
+from nemo_rl_like.model.lora_map import AdapterMap, check_targets
 from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.model.weight_entries import Entry
 from nemo_rl_like.model.weight_map import WeightMap
