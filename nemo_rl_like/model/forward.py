@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,23 @@ from nemo_rl_like.model.row_places import RowPlaces
 
 FP8_ALIGNMENT = 16
 """FP8 matrix products take sizes that are multiples of this."""
+
+
+class EmbeddedTokens(Protocol):
+    """Tokens with embeddings of their own; see `virtual_tokens.VirtualTokens`."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What stands before each row."""
+        ...
+
+    def in_vocabulary(self, ids: Tensor) -> Tensor:
+        """The ids with some real token in the place of these."""
+        ...
+
+    def __call__(self, embedded: Tensor, ids: Tensor) -> Tensor:
+        """Embeddings of ids [b, s], right at these tokens too."""
+        ...
 
 
 class MegatronModel(GPTModel):
@@ -71,6 +88,7 @@ class MegatronModel(GPTModel):
             self.decoder.config = undrawn
             if pre_process:
                 self.embedding.config = undrawn
+        self.virtual: EmbeddedTokens | None = None
         self.context = ContextRanks.of_layout()
         self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
@@ -161,7 +179,10 @@ class MegatronModel(GPTModel):
         return rotary, rotary_of(position_ids, self._window_frequencies, self.dtype)
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        ids = input_ids if self.virtual is None else self.virtual.in_vocabulary(input_ids)
+        embedded: Tensor = self.embedding(input_ids=ids, position_ids=position_ids)
+        if self.virtual is not None:
+            embedded = self.virtual(embedded, input_ids)
         if self.shape.traits.scaled_embeddings:  # the factor is rounded to the embeddings' type, as in transformers
             embedded = embedded * embedded.new_tensor(math.sqrt(self.shape.hidden_size))
         if self.config.recompute_granularity is not None and torch.is_grad_enabled() and not embedded.requires_grad:

@@ -21,6 +21,8 @@ MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.
 
 ADAPTER = ".lora."
 """In the name of every parameter that belongs to an adapter."""
+VIRTUAL = "virtual."
+"""Before the name of the parameter that holds virtual tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ class Policy:
         """Start the ranks of a group `name` and build the model of the Hugging Face `folder` on them.
 
         `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head`: a critic or reward model, see `host`.
-        `adapter_seed`: of the new adapters of `spec.lora`, which alone are trained; None: the whole model, whatever the spec says.
+        `adapter_seed`: of the new adapters of `spec.lora` or `spec.adapter`, which alone are trained; None: the whole model, whatever the spec says.
         """
-        adapted = adapter_seed is not None and spec.lora is not None
+        adapted = adapter_seed is not None and spec.adapted
         policy = cls(cls.start_ranks(session, spec, name), name, adapted)
         policy.host(
             folder,

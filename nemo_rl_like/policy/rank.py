@@ -23,6 +23,7 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.dropout import token_keys
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.router import ROUTER_METRICS
+from nemo_rl_like.model.virtual_tokens import behind, of_batch
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
@@ -50,7 +51,7 @@ class PolicyRank:
     Args: `context` from the worker group, with axes pp, dp, cp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
     number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`; with `adapter_seed`
-    the adapters of `policy.lora` are put on it and trained alone;
+    the adapters of `policy.lora` or `policy.adapter` are put on it and trained alone;
     `timeout_s` bounds each collective, in seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
@@ -186,8 +187,9 @@ class PolicyRank:
     def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
         """Pass the rows marked true through the model."""
         dp_size, dp_rank = self.backend.replicas
+        virtual = self.backend.virtual_tokens
         passes = plan_microbatches(
-            batch,
+            behind(batch, virtual) if virtual else batch,
             rows.nonzero()[:, 0].tolist(),
             dp_size=dp_size,
             dp_rank=dp_rank,
@@ -198,6 +200,8 @@ class PolicyRank:
             with_row_places=self._balances(walk, training),
             token_keys=self._token_keys(batch, walk) if training else None,
         )
+        if virtual:
+            passes = of_batch(passes, batch, len(virtual))
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
         flat = torch.zeros(batch.tokens.numel(), dtype=torch.float32, device=device)

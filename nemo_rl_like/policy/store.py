@@ -19,14 +19,17 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import MergedWeights
 from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts
+from nemo_rl_like.model.virtual_tokens import PromptMap
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
-from nemo_rl_like.spec.policy import LoraSpec
+from nemo_rl_like.spec.policy import LoraSpec, PromptTuningSpec
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
 ADAPTER_CONFIG = "adapter_config.json"
+PROMPT_TUNING = "PROMPT_TUNING"
+"""PEFT's name of the kind."""
 OPTIMIZER = "optimizer.json"
 """Beside the optimizer's state: its kind, as the spec names it."""
 
@@ -34,14 +37,21 @@ OPTIMIZER = "optimizer.json"
 class PolicyStore:
     """Reads and writes one rank's model; every method is collective, and every rank writes its share."""
 
-    def __init__(self, model: MegatronModel, config: ModelConfig, source: Path, lora: LoraSpec | None = None) -> None:
-        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `lora`: the model's adapters."""
+    def __init__(
+        self,
+        model: MegatronModel,
+        config: ModelConfig,
+        source: Path,
+        adapter: LoraSpec | PromptTuningSpec | None = None,
+    ) -> None:
+        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `adapter`: what the model has
+        beside it."""
         self._model = model
         self._source = source
         self._config = config
         self._map = WeightMap(config)
-        self._lora = lora
-        self.trained: WeightMap = self._map if lora is None else AdapterMap(config, lora)
+        self._adapter = adapter
+        self.trained: WeightMap = trained_map(config, adapter)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
     def sections(self, optimizer: PolicyOptimizer | None, prefix: str = "") -> Iterator[tuple[str, Iterator[Packed]]]:
@@ -50,7 +60,7 @@ class PolicyStore:
         Every rank must run each to its end, in order.
         """
         yield f"{prefix}weights", self._map.iter_shares(self._model, self._merged())
-        if self._lora is not None:
+        if self._adapter is not None:
             yield f"{prefix}{ADAPTER}", self.trained.iter_shares(self._model)
         if optimizer is not None:
             yield f"{prefix}optimizer", self._state(optimizer)
@@ -62,8 +72,9 @@ class PolicyStore:
         copy_side_files(self._source, folder / f"{prefix}weights")
         if self._config.score_head:
             _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
-        if self._lora is not None:
-            write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._config, self._source)
+        if self._adapter is not None:
+            file = folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG
+            write_adapter_config(file, self._adapter, self._config, self._source)
         if optimizer is not None:
             write_kind(folder / f"{prefix}optimizer", optimizer.kind)
 
@@ -72,7 +83,7 @@ class PolicyStore:
         return self._map.iter_hf(self._model, self._merged())
 
     def _merged(self) -> MergedWeights | None:
-        return None if self._lora is None else MergedWeights(self._model)
+        return MergedWeights(self._model) if isinstance(self._adapter, LoraSpec) else None
 
     def _state(self, optimizer: PolicyOptimizer) -> Iterator[Packed]:
         for kind in optimizer.kinds:
@@ -86,7 +97,7 @@ class PolicyStore:
 
     def load_weights(self, folder: Path, prefix: str = "") -> None:
         """Take what this rank trains from a checkpoint: its weights, or its adapters beside the base, which stays."""
-        section = "weights" if self._lora is None else ADAPTER
+        section = "weights" if self._adapter is None else ADAPTER
         self.trained.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
 
     def load_optimizer(self, folder: Path, optimizer: PolicyOptimizer, updates: int) -> None:
@@ -136,17 +147,26 @@ def copy_side_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def write_adapter_config(file: Path, lora: LoraSpec, config: ModelConfig, base: Path) -> None:
-    """PEFT's description of the adapters beside it.
+def trained_map(config: ModelConfig, adapter: LoraSpec | PromptTuningSpec | None) -> WeightMap:
+    """The map of what is trained: the model, or what it has beside it."""
+    if adapter is None:
+        return WeightMap(config)
+    return AdapterMap(config, adapter) if isinstance(adapter, LoraSpec) else PromptMap(config, adapter)
 
-    PEFT puts an expert's gate and up together in one of twice the rank and alpha, which `use_rslora` would scale by another factor: the
-    factor is then said without it.
-    """
+
+def write_adapter_config(file: Path, adapter: LoraSpec | PromptTuningSpec, config: ModelConfig, base: Path) -> None:
+    """PEFT's description of what stands beside it."""
+    kind = _lora_config(adapter, config) if isinstance(adapter, LoraSpec) else _prompt_config(adapter, config)
+    common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True}
+    file.write_text(json.dumps({**kind, **common}, indent=1) + "\n", encoding="utf-8")
+
+
+def _lora_config(lora: LoraSpec, config: ModelConfig) -> dict[str, object]:
+    """PEFT puts an expert's gate and up together in one of twice the rank and alpha, which `use_rslora` would scale by another factor: the
+    factor is then said without it."""
     plain = bool(in_experts(config, lora))
-    known = {
+    return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank if plain else lora.alpha,
         "use_rslora": lora.rslora and not plain,
@@ -154,9 +174,29 @@ def write_adapter_config(file: Path, lora: LoraSpec, config: ModelConfig, base: 
         "target_modules": [hf_projection(config, name) for name in lora.targets],
         "lora_dropout": lora.dropout,
         "bias": "none",
-        "inference_mode": True,
     }
-    file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def _prompt_config(prompt: PromptTuningSpec, config: ModelConfig) -> dict[str, object]:
+    return {
+        "peft_type": PROMPT_TUNING,
+        "num_virtual_tokens": prompt.tokens,
+        "token_dim": config.hidden_size,
+        "num_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_transformer_submodules": 1,
+        "prompt_tuning_init": "RANDOM",
+    }
+
+
+def require_mergeable(checkpoint: Path) -> None:
+    """Raise InputError if the checkpoint's weights are not all of its model: virtual tokens are no part of them."""
+    file = checkpoint / ADAPTER / ADAPTER_CONFIG
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["peft_type"] == PROMPT_TUNING:
+        raise InputError(
+            f"{checkpoint} is of prompt tuning: no weights compute as the model with its virtual tokens does, so nothing starts from it; export it with "
+            "`adapter: true` (`nrl export --adapter`) and load it with PEFT"
+        )
 
 
 def _say_score_head(file: Path, config: ModelConfig) -> None:

@@ -35,6 +35,7 @@ def policy_problem(policy: PolicySpec) -> str | None:
     asked = {
         "fp8": policy.fp8 is not None,
         "lora": policy.lora is not None,
+        "adapter": policy.adapter is not None,
         "router": policy.router != RouterSpec(),
         "recompute.modules": policy.recompute is not None and policy.recompute.kind == "selective",
     }

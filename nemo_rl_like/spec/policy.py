@@ -143,6 +143,15 @@ class LoraSpec(Spec):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+class PromptTuningSpec(Spec):
+    """Virtual tokens before each row, whose embeddings alone are trained (Lester et al. 2021, arXiv 2104.08691)."""
+
+    kind: Literal["prompt_tuning"] = "prompt_tuning"
+    """What is trained in the model's place."""
+    tokens: PositiveInt = 16
+    """Virtual tokens; they take as many places of the context."""
+
+
 class PolicySpec(Spec):
     """The trainable model as a service."""
 
@@ -162,7 +171,31 @@ class PolicySpec(Spec):
     """Losses of a model with experts."""
     lora: LoraSpec | None = None
     """Train adapters instead of the whole model; default: off."""
+    adapter: PromptTuningSpec | None = None
+    """Train something else beside the model, which stays as it is; default: off."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary-sized logits exist at once, in tokens."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = all cores divided by ranks."""
+
+    @model_validator(mode="after")
+    def _one_thing_is_trained(self) -> PolicySpec:
+        if self.adapter is None:
+            return self
+        if self.lora is not None:
+            raise ValueError("`lora` and `adapter` are both given; leave one of them out")
+        if self.layout.pp > 1:
+            raise ValueError(
+                f"`layout.pp` is {self.layout.pp}, but with `adapter: prompt_tuning` only the first stage has something to train; set it to 1"
+            )
+        return self
+
+    @property
+    def adapted(self) -> bool:
+        """Whether something beside the model is trained in its place."""
+        return self.lora is not None or self.adapter is not None
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Places of the context that are taken before each row."""
+        return 0 if self.adapter is None else self.adapter.tokens

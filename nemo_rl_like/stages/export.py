@@ -78,7 +78,7 @@ def write_adapter(checkpoint: Path, target: Path) -> None:
     source = checkpoint / ADAPTER
     if not source.is_dir():
         raise InputError(
-            f"{checkpoint} has no adapters: its run trained the whole model; leave `adapter` out, or train with `policy.lora`"
+            f"{checkpoint} has no adapters: its run trained the whole model; leave `adapter` out, or train with `policy.lora` or `policy.adapter`"
         )
     with _whole(target) as partial:
         with SafetensorsReader(source) as reader:

@@ -19,12 +19,14 @@ from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
-from nemo_rl_like.model.lora_map import AdapterMap, check_targets
+from nemo_rl_like.model.lora_map import check_targets
 from nemo_rl_like.model.outline import Outline, outline_of
+from nemo_rl_like.model.virtual_tokens import check_prompt
 from nemo_rl_like.model.weight_entries import Entry
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.fsdp_optimizer import entries_of
 from nemo_rl_like.policy.groups import settings_of
+from nemo_rl_like.policy.store import trained_map
 from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.backend import EMBEDDED
 from nemo_rl_like.spec.distill import DistillStageSpec
@@ -85,6 +87,8 @@ def _check_shape(spec: ExperimentSpec) -> None:
         raise SpecError(f"`policy.router` has losses, but a {config.family} model has no experts; leave it out")
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
+    if spec.policy.adapter is not None:
+        check_prompt(config, spec.policy.adapter)
 
 
 def _check_weights(spec: ExperimentSpec, folder: Path) -> None:
@@ -113,10 +117,10 @@ def _trained(spec: ExperimentSpec, stage: StageSpec) -> Sequence[Entry]:
 
 
 def _trained_map(spec: ExperimentSpec, stage: StageSpec) -> WeightMap:
-    config, lora = shape_of(spec), spec.policy.lora
+    config = shape_of(spec)
     if isinstance(stage, RewardModelStageSpec):
         return WeightMap(replace(config, score_head=True))
-    return WeightMap(config) if lora is None else AdapterMap(config, lora)
+    return trained_map(config, spec.policy.lora or spec.policy.adapter)
 
 
 def check_teacher(spec: ExperimentSpec, folder: str, field: str = "teacher") -> None:

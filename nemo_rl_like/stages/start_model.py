@@ -16,7 +16,7 @@ from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SINGLE
 from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.policy.client import Policy
-from nemo_rl_like.policy.store import copy_side_files
+from nemo_rl_like.policy.store import copy_side_files, require_mergeable
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.tensors.shards import INDEX
 
@@ -42,7 +42,8 @@ class StartModel:
 
 
 def weights_of(checkpoint: Artifact) -> Path:
-    """The Hugging Face folder inside a checkpoint."""
+    """The Hugging Face folder inside a checkpoint. Raises InputError for one of prompt tuning."""
+    require_mergeable(checkpoint.path)
     return checkpoint.path / "weights"
 
 

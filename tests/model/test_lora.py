@@ -10,7 +10,8 @@ import pytest
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.lora_map import check_targets
-from nemo_rl_like.spec.policy import LoraSpec
+from nemo_rl_like.model.virtual_tokens import check_prompt
+from nemo_rl_like.spec.policy import LoraSpec, PromptTuningSpec
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,17 @@ def test_a_projection_that_has_no_matrix_of_its_own_has_no_adapter(
         check_targets(config, LoraSpec.model_validate({"targets": (*refused, "o_proj")}))
     assert f"policy.lora.targets has {', '.join(refused)}, which are {named}" in str(caught.value)
     assert f"use targets: [{', '.join(allowed)}]" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "named"),
+    [("gemma2", 4, "a gemma2 model multiplies its embeddings"), ("llama", 128, "policy.adapter.tokens is 128")],
+)
+def test_a_model_that_cannot_have_virtual_tokens_is_refused(
+    folders: dict[str, Path], family: str, tokens: int, named: str
+) -> None:
+    with pytest.raises(InputError, match=named):
+        check_prompt(ModelConfig.from_hf_folder(folders[family]), PromptTuningSpec(tokens=tokens))
 
 
 @pytest.mark.parametrize(
