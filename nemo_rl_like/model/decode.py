@@ -334,6 +334,11 @@ class Decoder:
                 found[i] = out.logprobs
         return torch.cat([found[i] for i in range(len(rows))]) if self.is_last_stage else None
 
+    @torch.inference_mode()
+    def keys_and_values(self, row: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of the row's tokens, [tokens, kv_heads, d] each, by number of this stage's layers; this rank's heads, keys rotated."""
+        return self._run_rows([row])[2]
+
     def from_last_stage(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The last pipeline stage's `tensor`, on every stage."""
         if self._group.size() == 1 and tensor is not None:

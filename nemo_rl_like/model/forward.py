@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, Rotary, rotary_of
+from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, PrefixedKeys, Rotary, rotary_of
 from nemo_rl_like.model.context import ContextRanks
 from nemo_rl_like.model.dropout import TokenKeys
 from nemo_rl_like.model.hf_config import ModelConfig
@@ -38,8 +38,8 @@ FP8_ALIGNMENT = 16
 """FP8 matrix products take sizes that are multiples of this."""
 
 
-class EmbeddedTokens(Protocol):
-    """Tokens with embeddings of their own; see `virtual_tokens.VirtualTokens`."""
+class BeforeRows(Protocol):
+    """Virtual tokens before each row; see `virtual_tokens.VirtualIds`."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -48,6 +48,10 @@ class EmbeddedTokens(Protocol):
 
     def in_vocabulary(self, ids: Tensor) -> Tensor:
         """The ids with some real token in the place of these."""
+        ...
+
+    def call(self, ids: Tensor) -> PrefixedKeys | None:
+        """What a pass over this rank's ids [b, s] shows every layer."""
         ...
 
     def __call__(self, embedded: Tensor, ids: Tensor) -> Tensor:
@@ -88,7 +92,7 @@ class MegatronModel(GPTModel):
             self.decoder.config = undrawn
             if pre_process:
                 self.embedding.config = undrawn
-        self.virtual: EmbeddedTokens | None = None
+        self.virtual: BeforeRows | None = None
         self.context = ContextRanks.of_layout()
         self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
@@ -156,12 +160,13 @@ class MegatronModel(GPTModel):
         if self.context is not None:
             input_ids, position_ids = self.context.part(input_ids), self.context.part(position_ids)
         embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
+        prefixed = None if self.virtual is None else self.virtual.call(input_ids)
         self.decoder.training = torch.is_grad_enabled()  # recomputes layers in training only
         rotary, window_rotary = self._rotary(position_ids)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=AttentionCall(layout, rotary, window_rotary, padding, rows, self.context, keys),
+            packed_seq_params=AttentionCall(layout, rotary, window_rotary, padding, rows, self.context, keys, prefixed),
         )
         if self.post_process and self.config.sequence_parallel:
             # The heads' gradients are whole on every rank, so the backward only cuts them.

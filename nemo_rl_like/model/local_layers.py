@@ -135,6 +135,7 @@ class LocalSelfAttention(SelfAttention):
             raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
         call = packed_seq_params
         query, key, value = self._heads(hidden_states, call)
+        key, value = call.keys_and_values(self.layer_number, key, value)
         attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores))
         if self.checkpoint_core_attention and torch.is_grad_enabled():
             attended = checkpoint(attend, False, query, key, value)

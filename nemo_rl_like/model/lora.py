@@ -43,7 +43,7 @@ from nemo_rl_like.model.mcore import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from nemo_rl_like.model.virtual_tokens import VirtualTokens
+from nemo_rl_like.model.virtual_tokens import VirtualIds
 from nemo_rl_like.model.weight_entries import ADAPTER
 from nemo_rl_like.spec.policy import LoraSpec
 
@@ -343,8 +343,8 @@ def _drop_inputs(layer: Any, share: float) -> None:
 
 @contextmanager
 def adapters_off(model: MegatronModel) -> Iterator[None]:
-    """Inside the block the model computes without its adapters or virtual tokens: it is the base that they started from."""
-    found = [module for module in model.modules() if isinstance(module, Adapter | VirtualTokens)]
+    """Inside the block the model computes without its adapters, virtual tokens or prefixes: it is the base that they started from."""
+    found = [module for module in model.modules() if isinstance(module, Adapter | VirtualIds)]
     for adapter in found:
         adapter.enabled = False
     try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.attention import PrefixedKeys
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.layouts import Passes
@@ -28,34 +29,51 @@ PROMPT = "prompt_embeddings"
 """PEFT's name in files."""
 
 
-class VirtualTokens(nn.Module):
-    """The embeddings of a model's virtual tokens, whole on every rank."""
+class VirtualIds(nn.Module):
+    """A model's virtual tokens: their ids, and what its embedding makes of them."""
 
-    def __init__(self, start: Tensor, vocabulary: int, *, sequence_parallel: bool) -> None:
-        """`start` [P, H] on the model's device; ids from `vocabulary` on are virtual tokens."""
+    def __init__(self, vocabulary: int, count: int) -> None:
+        """The `count` ids from `vocabulary` on."""
         super().__init__()
-        self.weight = nn.Parameter(start)
+        self.first, self._count = vocabulary, count
         self.enabled = True
-        self._first, self._in_parts = vocabulary, sequence_parallel
-        if sequence_parallel:  # each rank sees a part of the sequence, and Megatron sums the gradients
-            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
 
     @property
     def ids(self) -> tuple[int, ...]:
         """What stands before each row; nothing while they are off."""
-        return tuple(range(self._first, self._first + len(self.weight))) if self.enabled else ()
+        return tuple(range(self.first, self.first + self._count)) if self.enabled else ()
 
     def in_vocabulary(self, ids: Tensor) -> Tensor:
         """The ids with some real token in the place of virtual ones."""
-        return torch.where(ids < self._first, ids, 0)
+        return torch.where(ids < self.first, ids, 0)
 
     def forward(self, embedded: Tensor, ids: Tensor) -> Tensor:
-        """Embeddings [s, b, H] (or this rank's [s / tp, b, H]) of ids [b, s], right at virtual tokens too."""
+        """Embeddings [s, b, H] (or this rank's [s / tp, b, H]) of ids [b, s], right at virtual tokens too, where that matters."""
+        return embedded
+
+    def call(self, ids: Tensor) -> PrefixedKeys | None:
+        """What a pass over this rank's ids [b, s] shows every layer."""
+        return None
+
+
+class VirtualTokens(VirtualIds):
+    """Virtual tokens with embeddings of their own, whole on every rank."""
+
+    def __init__(self, start: Tensor, vocabulary: int, *, sequence_parallel: bool) -> None:
+        """`start` [P, H] on the model's device."""
+        super().__init__(vocabulary, len(start))
+        self.weight = nn.Parameter(start)
+        self._in_parts = sequence_parallel
+        if sequence_parallel:  # each rank sees a part of the sequence, and Megatron sums the gradients
+            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, embedded: Tensor, ids: Tensor) -> Tensor:
+        """See `VirtualIds`."""
         own = ids.t()
         if self._in_parts and embedded.shape[0] < own.shape[0]:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             own = own.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
-        index = own - self._first
+        index = own - self.first
         return torch.where((index >= 0)[..., None], self.weight[index.clamp(min=0)], embedded)
 
 

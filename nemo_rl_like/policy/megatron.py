@@ -22,6 +22,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost
 from nemo_rl_like.model.lora import adapters_off, add_adapters
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.prefix import add_prefixes
 from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
 from nemo_rl_like.model.top_logprobs import TopLogprobs, top_logprobs
@@ -33,7 +34,7 @@ from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.policy.walk import Walk, head_outputs
 from nemo_rl_like.spec.optimizer import OptimizerSpec
-from nemo_rl_like.spec.policy import LoraSpec, PolicySpec, PromptTuningSpec
+from nemo_rl_like.spec.policy import LoraSpec, PolicySpec, PrefixTuningSpec, PromptTuningSpec
 from nemo_rl_like.tensors.packed import Packed
 
 
@@ -72,6 +73,8 @@ class MegatronBackend:
             add_adapters(self.model, self._config, adapter, request.adapter_seed)
         elif request.adapter_seed is not None and isinstance(adapter, PromptTuningSpec):
             self.model.virtual = add_virtual_tokens(self.model, self._config, adapter, weights, request.adapter_seed)
+        elif request.adapter_seed is not None and isinstance(adapter, PrefixTuningSpec):
+            add_prefixes(self.model, self._config, adapter, request.adapter_seed)
         self.store = PolicyStore(self.model, self._config, request.folder, adapter)
         self._trained: tuple[PolicyDdp, PolicyOptimizer] | None = None
 

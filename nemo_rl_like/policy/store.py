@@ -19,17 +19,16 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import MergedWeights
 from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts
+from nemo_rl_like.model.prefix import PrefixMap
 from nemo_rl_like.model.virtual_tokens import PromptMap
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
-from nemo_rl_like.spec.policy import LoraSpec, PromptTuningSpec
+from nemo_rl_like.spec.policy import AdapterSpec, LoraSpec, PrefixTuningSpec, PromptTuningSpec
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
 ADAPTER_CONFIG = "adapter_config.json"
-PROMPT_TUNING = "PROMPT_TUNING"
-"""PEFT's name of the kind."""
 OPTIMIZER = "optimizer.json"
 """Beside the optimizer's state: its kind, as the spec names it."""
 
@@ -42,7 +41,7 @@ class PolicyStore:
         model: MegatronModel,
         config: ModelConfig,
         source: Path,
-        adapter: LoraSpec | PromptTuningSpec | None = None,
+        adapter: LoraSpec | AdapterSpec | None = None,
     ) -> None:
         """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `adapter`: what the model has
         beside it."""
@@ -147,16 +146,18 @@ def copy_side_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def trained_map(config: ModelConfig, adapter: LoraSpec | PromptTuningSpec | None) -> WeightMap:
+def trained_map(config: ModelConfig, adapter: LoraSpec | AdapterSpec | None) -> WeightMap:
     """The map of what is trained: the model, or what it has beside it."""
     if adapter is None:
         return WeightMap(config)
-    return AdapterMap(config, adapter) if isinstance(adapter, LoraSpec) else PromptMap(config, adapter)
+    if isinstance(adapter, LoraSpec):
+        return AdapterMap(config, adapter)
+    return PrefixMap(config, adapter) if isinstance(adapter, PrefixTuningSpec) else PromptMap(config, adapter)
 
 
-def write_adapter_config(file: Path, adapter: LoraSpec | PromptTuningSpec, config: ModelConfig, base: Path) -> None:
+def write_adapter_config(file: Path, adapter: LoraSpec | AdapterSpec, config: ModelConfig, base: Path) -> None:
     """PEFT's description of what stands beside it."""
-    kind = _lora_config(adapter, config) if isinstance(adapter, LoraSpec) else _prompt_config(adapter, config)
+    kind = _lora_config(adapter, config) if isinstance(adapter, LoraSpec) else _virtual_config(adapter, config)
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True}
     file.write_text(json.dumps({**kind, **common}, indent=1) + "\n", encoding="utf-8")
 
@@ -177,26 +178,24 @@ def _lora_config(lora: LoraSpec, config: ModelConfig) -> dict[str, object]:
     }
 
 
-def _prompt_config(prompt: PromptTuningSpec, config: ModelConfig) -> dict[str, object]:
-    return {
-        "peft_type": PROMPT_TUNING,
-        "num_virtual_tokens": prompt.tokens,
-        "token_dim": config.hidden_size,
+def _virtual_config(adapter: AdapterSpec, config: ModelConfig) -> dict[str, object]:
+    """PEFT's shape of what stands before each row: embeddings, or keys and values of each layer's key/value heads."""
+    common = {
+        "num_virtual_tokens": adapter.tokens,
         "num_layers": config.layers,
-        "num_attention_heads": config.heads,
         "num_transformer_submodules": 1,
-        "prompt_tuning_init": "RANDOM",
     }
+    if isinstance(adapter, PromptTuningSpec):
+        shape = {"token_dim": config.hidden_size, "num_attention_heads": config.heads}
+        return {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM", **common, **shape}
+    shape = {"token_dim": config.kv_heads * config.head_dim, "num_attention_heads": config.kv_heads}
+    return {"peft_type": "PREFIX_TUNING", "prefix_projection": False, **common, **shape}
 
 
-def require_mergeable(checkpoint: Path) -> None:
-    """Raise InputError if the checkpoint's weights are not all of its model: virtual tokens are no part of them."""
+def has_virtual_tokens(checkpoint: Path) -> bool:
+    """Whether the checkpoint's weights are not all of its model."""
     file = checkpoint / ADAPTER / ADAPTER_CONFIG
-    if file.is_file() and json.loads(file.read_text(encoding="utf-8"))["peft_type"] == PROMPT_TUNING:
-        raise InputError(
-            f"{checkpoint} is of prompt tuning: no weights compute as the model with its virtual tokens does, so nothing starts from it; export it with "
-            "`adapter: true` (`nrl export --adapter`) and load it with PEFT"
-        )
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["peft_type"] != "LORA"
 
 
 def _say_score_head(file: Path, config: ModelConfig) -> None:

@@ -122,17 +122,18 @@ class ExperimentSpec(Spec):
         return self
 
     def _check_virtual_tokens(self) -> None:
-        """What follows the training of virtual tokens needs a model without them."""
+        """What follows the training of virtual tokens must sample with them, or export them."""
         if self.engine.kind == "vllm":
             raise ValueError(
-                "`engine.kind` is vllm, which has no virtual tokens, and `policy.adapter: prompt_tuning` trains some; use `embedded`"
+                "`engine.kind` is vllm, which has no virtual tokens, and `policy.adapter` trains some; use `embedded`"
             )
         trained = False
         for stage in self.stages:
-            if trained and not (isinstance(stage, ExportStageSpec) and stage.adapter):
+            exports = isinstance(stage, ExportStageSpec) and stage.adapter
+            if trained and not (exports or isinstance(stage, EvaluateStageSpec | SampleStageSpec)):
                 raise ValueError(
-                    f"stage {stage_name(stage)!r} follows the training of virtual tokens (`policy.adapter: prompt_tuning`), which no weights hold; only "
-                    "`export` with `adapter: true` may"
+                    f"stage {stage_name(stage)!r} follows the training of virtual tokens (`policy.adapter`), which no weights hold; only "
+                    "`evaluate`, `sample`, and `export` with `adapter: true` may"
                 )
             trained = trained or isinstance(stage, TRAINING_STAGES)
 

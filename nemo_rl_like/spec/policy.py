@@ -152,6 +152,18 @@ class PromptTuningSpec(Spec):
     """Virtual tokens; they take as many places of the context."""
 
 
+class PrefixTuningSpec(Spec):
+    """Keys and values before each row, learned for every layer (Li and Liang 2021, arXiv 2101.00190)."""
+
+    kind: Literal["prefix_tuning"] = "prefix_tuning"
+    """What is trained in the model's place."""
+    tokens: PositiveInt = 16
+    """Keys and values of a layer and head; they take as many places of the context."""
+
+
+AdapterSpec = Annotated[PromptTuningSpec | PrefixTuningSpec, Field(discriminator="kind")]
+
+
 class PolicySpec(Spec):
     """The trainable model as a service."""
 
@@ -171,7 +183,7 @@ class PolicySpec(Spec):
     """Losses of a model with experts."""
     lora: LoraSpec | None = None
     """Train adapters instead of the whole model; default: off."""
-    adapter: PromptTuningSpec | None = None
+    adapter: AdapterSpec | None = None
     """Train something else beside the model, which stays as it is; default: off."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary-sized logits exist at once, in tokens."""
@@ -184,7 +196,11 @@ class PolicySpec(Spec):
             return self
         if self.lora is not None:
             raise ValueError("`lora` and `adapter` are both given; leave one of them out")
-        if self.layout.pp > 1:
+        if isinstance(self.adapter, PrefixTuningSpec) and self.router != RouterSpec():
+            raise ValueError(
+                "`router` has losses, but routers see virtual tokens that `adapter: prefix_tuning` gives no hidden states; leave one of them out"
+            )
+        if isinstance(self.adapter, PromptTuningSpec) and self.layout.pp > 1:
             raise ValueError(
                 f"`layout.pp` is {self.layout.pp}, but with `adapter: prompt_tuning` only the first stage has something to train; set it to 1"
             )

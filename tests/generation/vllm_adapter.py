@@ -1,6 +1,8 @@
-"""Says what vLLM makes of a base model with an adapter beside it, unmerged. Arguments: model folder, adapter folder, JSON file of rows of ids.
+"""Says what vLLM samples from a base model with an adapter beside it, unmerged. Arguments: model folder, adapter folder, JSON file of prompts of
+ids.
 
-Writes `{"adapted": log-probs, "base": log-probs}` to standard output, each of every token but the first of each row.
+Writes `{"adapted": samples, "base": samples}` to standard output; a sample has ids and log-probs. vLLM 0.32 on the CPU gives no log-probs of
+prompts beside adapters: it counts one place a request where it asks adapters for logits.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,23 @@ SETTINGS = {
 }
 
 
-def served(base: Path, adapter: Path, rows: Sequence[Sequence[int]], scratch: Path) -> dict[str, list[list[float]]]:
-    """What vLLM says, from processes of its own that end before this returns."""
-    asked = scratch / "rows.json"
-    asked.write_text(json.dumps(rows))
+@dataclass(frozen=True)
+class Sample:
+    """Sampled ids and what vLLM says of each."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def served(base: Path, adapter: Path, prompts: Sequence[Sequence[int]], scratch: Path) -> dict[str, list[Sample]]:
+    """One sample a prompt, from processes of its own that end before this returns."""
+    asked = scratch / "prompts.json"
+    asked.write_text(json.dumps(prompts))
     command = [sys.executable, str(Path(__file__)), str(base), str(adapter), str(asked)]
     done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, list[list[float]]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {name: [Sample(tuple(ids), tuple(said)) for ids, said in samples] for name, samples in told.items()}
 
 
 def main() -> None:
@@ -39,7 +50,7 @@ def main() -> None:
     from vllm.lora.request import LoRARequest
 
     base, adapter, asked = sys.argv[1:]
-    rows = json.loads(Path(asked).read_text())
+    prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(Path(asked).read_text())]
     llm = LLM(
         base,
         skip_tokenizer_init=True,
@@ -51,14 +62,13 @@ def main() -> None:
         max_lora_rank=8,
         max_loras=1,
     )
-    how = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+    how = SamplingParams(max_tokens=8, temperature=1.0, seed=3, logprobs=0, detokenize=False, ignore_eos=True)
 
-    def said(lora: Any) -> list[list[float]]:
-        prompts = [{"prompt_token_ids": row} for row in rows]
-        outputs = llm.generate(prompts, how, lora_request=lora, use_tqdm=False)
+    def said(lora: Any) -> list[tuple[list[int], list[float]]]:
+        outputs = [out.outputs[0] for out in llm.generate(prompts, how, lora_request=lora, use_tqdm=False)]
         return [
-            [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], row[1:], strict=True)]
-            for out, row in zip(outputs, rows, strict=True)
+            (list(out.token_ids), [entry[i].logprob for entry, i in zip(out.logprobs, out.token_ids, strict=True)])
+            for out in outputs
         ]
 
     sys.stdout.write(

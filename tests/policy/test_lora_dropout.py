@@ -37,7 +37,7 @@ TWO_RANKS = (
 )
 FOUR_RANKS = (
     PolicySpec(lora=LORA, layout=LayoutSpec(tp=2, sp=True, pp=2), micro_batch_tokens=12, recompute=RecomputeSpec()),
-    PolicySpec(lora=LORA, layout=LayoutSpec(tp=2, cp=2), rows="padded"),
+    PolicySpec(lora=LORA, layout=LayoutSpec(dp=2, cp=2), rows="padded"),
 )
 
 

@@ -122,12 +122,19 @@ def test_vllm_serves_the_exported_adapter_beside_its_base_as_the_merged_export_i
     run, log = tmp_path / "run", tmp_path / "log"
     given = [*arguments_of(run, SERVED), "policy.lora.rslora=true"]
     assert finish(given, log, 600) == 0, log.read_text()
-    rows = [tuple((7 * i + 3 * j) % 16 for j in range(12 + i)) for i in range(4)]
-    found = served(tmp_path / "model", run / "adapter" / "model", rows, tmp_path)
-    merged = AutoModelForCausalLM.from_pretrained(run / "export" / "model", dtype=torch.float32)
-    for adapted, base, want in zip(found["adapted"], found["base"], scores(merged, rows), strict=True):
-        assert adapted == pytest.approx(want, abs=1e-4)
-        assert max(abs(x - y) for x, y in zip(adapted, base, strict=True)) > 1e-2
+    prompts = [tuple((7 * i + 3 * j) % 16 for j in range(8 + i)) for i in range(4)]
+    found = served(tmp_path / "model", run / "adapter" / "model", prompts, tmp_path)
+    apart = 0.0
+    for name in ("adapted", "base"):
+        folder = run / "export" / "model" if name == "adapted" else tmp_path / "model"
+        merged = AutoModelForCausalLM.from_pretrained(run / "export" / "model", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for prompt, sample in zip(prompts, found[name], strict=True):
+            whole = [(*prompt, *sample.ids)]
+            want, merged_says = (scores(x, whole)[0][len(prompt) - 1 :] for x in (model, merged))
+            assert sample.logprobs == pytest.approx(want, abs=1e-4)
+            apart = max(apart, *(abs(x - y) for x, y in zip(want, merged_says, strict=True)))
+    assert apart > 1e-2
 
 
 def tensor_names(folder: Path) -> list[str]:
