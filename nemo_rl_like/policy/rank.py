@@ -21,7 +21,7 @@ from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.dropout import token_keys
-from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.model.layouts import MicroBatch, Passes, plan_microbatches
 from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.model.virtual_tokens import behind, of_batch
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
@@ -186,22 +186,7 @@ class PolicyRank:
 
     def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
         """Pass the rows marked true through the model."""
-        dp_size, dp_rank = self.backend.replicas
-        virtual = self.backend.virtual_tokens
-        passes = plan_microbatches(
-            behind(batch, virtual) if virtual else batch,
-            rows.nonzero()[:, 0].tolist(),
-            dp_size=dp_size,
-            dp_rank=dp_rank,
-            kind=self._spec.rows,
-            token_budget=self._spec.micro_batch_tokens,
-            together=walk.together(batch),
-            pair_cost=self.backend.pair_cost,
-            with_row_places=self._balances(walk, training),
-            token_keys=self._token_keys(batch, walk) if training else None,
-        )
-        if virtual:
-            passes = of_batch(passes, batch, len(virtual))
+        passes = self._passes(batch, rows, walk, training)
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
         flat = torch.zeros(batch.tokens.numel(), dtype=torch.float32, device=device)
@@ -232,6 +217,24 @@ class PolicyRank:
         whole = self.backend.share(torch.cat([flat, entropy, sums]))
         logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
         return Walked(logprobs, entropy, sums, passes.metrics)
+
+    def _passes(self, batch: TokenBatch, rows: Tensor, walk: Walk, training: bool) -> Passes:
+        """This rank's passes over the rows, behind the model's virtual tokens."""
+        dp_size, dp_rank = self.backend.replicas
+        virtual = self.backend.virtual_tokens
+        passes = plan_microbatches(
+            behind(batch, virtual) if virtual else batch,
+            rows.nonzero()[:, 0].tolist(),
+            dp_size=dp_size,
+            dp_rank=dp_rank,
+            kind=self._spec.rows,
+            token_budget=self._spec.micro_batch_tokens,
+            together=walk.together(batch),
+            pair_cost=self.backend.pair_cost,
+            with_row_places=self._balances(walk, training),
+            token_keys=self._token_keys(batch, walk) if training else None,
+        )
+        return of_batch(passes, batch, len(virtual)) if virtual else passes
 
     @property
     def _drops(self) -> bool:

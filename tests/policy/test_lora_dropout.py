@@ -19,6 +19,7 @@ from tests.policy.test_laws import BETA1, make_batch
 from tests.policy.test_lora_laws import Folders, by_peft, largest, log_probs, make, member, peft_of, saved
 
 LORA = LoraSpec(rank=3, alpha=6.0, dropout=0.4)
+Found = tuple[list[dict[str, Any]], tuple[dict[str, float], str]]
 SEED = 5
 """Of `member`'s adapters."""
 NUMBERS = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "o_proj": 3, "gate_proj": 4, "up_proj": 5, "down_proj": 6}
@@ -115,19 +116,6 @@ def check(made: list[dict[str, Any]], folders: Folders) -> None:
         assert of_any_layout(got["again"][0]) == pytest.approx(of_any_layout(made[0]["again"][0]), rel=1e-4)
 
 
-def test_dropped_adapters_are_pefts_with_the_same_masks_for_any_rows(folders: Folders, tmp_path: Path) -> None:
-    check(run_ranks(steps, 1, tmp_path, folders, ONE_RANK), folders)
-
-
-def test_dropped_adapters_are_pefts_with_the_same_masks_over_two_ranks(folders: Folders, tmp_path: Path) -> None:
-    check(run_ranks(steps, 2, tmp_path, folders, TWO_RANKS), folders)
-
-
-@pytest.mark.slow
-def test_dropped_adapters_are_pefts_with_the_same_masks_over_four_ranks(folders: Folders, tmp_path: Path) -> None:
-    check(run_ranks(steps, 4, tmp_path, folders, FOUR_RANKS), folders)
-
-
 def gaps(rank: int, world: int, port: int, folders: Folders) -> tuple[dict[str, float], str]:
     """Metrics of an update on tokens that an engine without dropout sampled, and what one says that sampled with other weights."""
     this, batch = member(rank, world, port, folders, ONE_RANK[2]), make_batch()
@@ -140,8 +128,32 @@ def gaps(rank: int, world: int, port: int, folders: Folders) -> tuple[dict[str, 
     return seen, str(caught.value)
 
 
-def test_the_gap_to_the_engine_is_that_of_passes_without_dropout(folders: Folders, tmp_path: Path) -> None:
-    seen, told = run_ranks(gaps, 1, tmp_path, folders)
+def one_rank(rank: int, world: int, port: int, folders: Folders) -> Found:
+    """What `steps` and `gaps` find."""
+    return steps(rank, world, port, folders, ONE_RANK), gaps(rank, world, port, folders)
+
+
+@pytest.fixture(scope="module")
+def found(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    made: Found = run_ranks(one_rank, 1, tmp_path_factory.mktemp("one"), folders)
+    return made
+
+
+def test_dropped_adapters_are_pefts_with_the_same_masks_for_any_rows(folders: Folders, found: Found) -> None:
+    check(found[0], folders)
+
+
+def test_dropped_adapters_are_pefts_with_the_same_masks_over_two_ranks(folders: Folders, tmp_path: Path) -> None:
+    check(run_ranks(steps, 2, tmp_path, folders, TWO_RANKS), folders)
+
+
+@pytest.mark.slow
+def test_dropped_adapters_are_pefts_with_the_same_masks_over_four_ranks(folders: Folders, tmp_path: Path) -> None:
+    check(run_ranks(steps, 4, tmp_path, folders, FOUR_RANKS), folders)
+
+
+def test_the_gap_to_the_engine_is_that_of_passes_without_dropout(found: Found) -> None:
+    seen, told = found[1]
     assert seen["gap/max"] <= 1e-5 and told
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,15 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.checkpoint.layout import ADAPTER
-from nemo_rl_like.generation.embedded import EmbeddedEngine
-from nemo_rl_like.generation.types import Request, Sampling
-from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.virtual_tokens import PROMPT
 from nemo_rl_like.policy.store import has_virtual_tokens
-from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, PromptTuningSpec, RecomputeSpec
-from tests.policy.ranks import context_of, run_ranks
+from nemo_rl_like.stages.export import write_adapter
+from tests.policy.ranks import run_ranks
 from tests.policy.test_laws import make_batch, make_folder
-from tests.policy.test_lora_laws import Folders, by_peft, largest, member, steps
+from tests.policy.test_lora_laws import Folders, by_peft, largest, steps
+from tests.policy.virtual_ranks import Found, check_samples, one_rank, sampled
 
 TUNED = PromptTuningSpec(tokens=5)
 ONE_RANK = (
@@ -33,7 +29,6 @@ ONE_RANK = (
     PolicySpec(adapter=TUNED, rows="padded", micro_batch_tokens=60),
 )
 TWO_RANKS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2))
-ROWS = [tuple((7 * i + 3 * j) % 97 for j in range(4 + 3 * i)) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -88,46 +83,30 @@ def check(made: list[dict[str, Any]], folders: Folders) -> None:
         assert got["again"][0] == got["again"][1]
 
 
-def test_virtual_tokens_are_pefts_for_any_rows(folders: Folders, tmp_path: Path) -> None:
-    made = run_ranks(steps, 1, tmp_path, folders, list(ONE_RANK))
-    check(made, folders)
-    written = made[0]["folder"] / ADAPTER
-    assert has_virtual_tokens(made[0]["folder"])
-    said = json.loads((written / "adapter_config.json").read_text())
-    assert said["peft_type"] == "PROMPT_TUNING" and said["num_virtual_tokens"] == TUNED.tokens
+def test_virtual_tokens_are_pefts_for_any_rows(folders: Folders, found: Found, tmp_path: Path) -> None:
+    check(found[0], folders)
+    checkpoint = found[0][0]["folder"]
+    assert has_virtual_tokens(checkpoint)
+    write_adapter(checkpoint, tmp_path / "peft")
+    trained = Shifted(Folders(folders.base, tmp_path / "peft", checkpoint)).model.prompt_encoder["default"].embedding
+    assert torch.equal(trained.weight.float(), load_file(tmp_path / "peft" / "adapter_model.safetensors")[PROMPT])
 
 
 def test_virtual_tokens_are_pefts_over_two_ranks(folders: Folders, tmp_path: Path) -> None:
     check(run_ranks(steps, 2, tmp_path, folders, [PolicySpec(layout=x, adapter=TUNED) for x in TWO_RANKS]), folders)
 
 
-def sampled(rank: int, world: int, port: int, folders: Folders, layout: LayoutSpec) -> dict[str, Any]:
-    """What the embedded engine makes of rows and prompts, and what the trainer says of the former."""
-    this = member(rank, world, port, folders, PolicySpec(layout=layout, adapter=TUNED))
-    this.load(str(folders.checkpoint), None)
-    assert isinstance(this.model, MegatronModel)
-    engine = EmbeddedEngine(context_of(layout, rank, world, port), model_handle=this.model, engine=EngineSpec())
-    asked = [Request(f"r{i}", row, (i, i + 10)) for i, row in enumerate(ROWS)]
-    samples = engine.generate(asked, Sampling(max_new_tokens=5, ignore_stop=True))
-    longest = 64 - TUNED.tokens
-    with pytest.raises(InputError, match=f"no room in the context of {longest}"):
-        engine.generate([Request("long", (1,) * longest, (1,))], Sampling(max_new_tokens=1))
-    return {"engine": engine.score(ROWS), "trainer": this.score(ROWS), "samples": samples}
+@pytest.fixture(scope="module")
+def found(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    made: Found = run_ranks(one_rank, 1, tmp_path_factory.mktemp("one"), folders, list(ONE_RANK))
+    return made
 
 
-@pytest.mark.parametrize("layout", [LayoutSpec(), pytest.param(LayoutSpec(tp=2, sp=True), marks=pytest.mark.slow)])
-def test_the_embedded_engine_samples_behind_virtual_tokens(
-    folders: Folders, layout: LayoutSpec, tmp_path: Path
-) -> None:
-    got = run_ranks(sampled, layout.ranks, tmp_path, folders, layout)
-    model = Shifted(folders)
+def test_the_embedded_engine_samples_behind_virtual_tokens(folders: Folders, found: Found) -> None:
+    check_samples(found[1], Shifted(folders))
 
-    def said(row: tuple[int, ...]) -> list[float]:
-        ids = torch.tensor(row)
-        table = model(ids[None]).logits[0, :-1].detach().log_softmax(-1)
-        return table.gather(1, ids[1:, None])[:, 0].tolist()
 
-    for row, engine, trainer, samples in zip(ROWS, got["engine"], got["trainer"], got["samples"], strict=True):
-        assert engine == pytest.approx(said(row), abs=1e-5) and trainer == pytest.approx(said(row), abs=1e-5)
-        for one in samples:
-            assert list(one.logprobs) == pytest.approx(said((*row, *one.ids))[len(row) - 1 :], abs=1e-5)
+@pytest.mark.slow
+def test_the_embedded_engine_samples_behind_virtual_tokens_over_two_ranks(folders: Folders, tmp_path: Path) -> None:
+    policy = PolicySpec(layout=LayoutSpec(tp=2, sp=True), adapter=TUNED)
+    check_samples(run_ranks(sampled, 2, tmp_path, folders, policy), Shifted(folders))
