@@ -36,7 +36,7 @@ from nemo_rl_like.model.layouts import Kind, MicroBatch, attention_pair_cost, pl
 from nemo_rl_like.model.memory import Dtype, Memory, Training
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
-from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, Module, PolicySpec, RecomputeSpec
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 Watched = Callable[[], AbstractContextManager[list[int]]]
@@ -62,6 +62,7 @@ class Case:
     chunk_tokens: int = 1024
     micro_batch_tokens: int = 16384
     layout: LayoutSpec = field(default_factory=LayoutSpec)
+    recompute: RecomputeSpec | None = None
 
     @property
     def policy(self) -> PolicySpec:
@@ -71,7 +72,15 @@ class Case:
             rows=self.kind,
             logprob_chunk_tokens=self.chunk_tokens,
             micro_batch_tokens=self.micro_batch_tokens,
+            recompute=self.recompute,
         )
+
+
+FULL = RecomputeSpec()
+
+
+def _selective(*modules: Module) -> RecomputeSpec:
+    return RecomputeSpec(kind="selective", modules=modules)
 
 
 CASES = {
@@ -102,6 +111,18 @@ CASES = {
     ),
     "qwen3_moe, bfloat16": Case(
         replace(LLAMA, family="qwen3_moe", experts=replace(EXPERTS, normalize=False)), dtype="bfloat16"
+    ),
+    "llama, recompute": Case(LLAMA, recompute=FULL),
+    "llama, recompute, bfloat16": Case(LLAMA, dtype="bfloat16", recompute=FULL),
+    "llama, recompute 2 of 4 layers": Case(LLAMA, spread=16, recompute=RecomputeSpec(layers=2)),
+    "llama, recompute core_attn": Case(LLAMA, spread=16, recompute=_selective("core_attn")),
+    "llama, recompute mlp": Case(LLAMA, recompute=_selective("mlp")),
+    "qwen3, shared prompts, recompute core_attn, mlp": Case(
+        replace(LLAMA, family="qwen3"), "shared_prefix", spread=16, recompute=_selective("core_attn", "mlp")
+    ),
+    "qwen3_moe, recompute": Case(replace(LLAMA, family="qwen3_moe", experts=EXPERTS), recompute=FULL),
+    "qwen3_moe, recompute moe, bfloat16": Case(
+        replace(LLAMA, family="qwen3_moe", experts=EXPERTS), dtype="bfloat16", recompute=_selective("moe")
     ),
 }
 
@@ -156,7 +177,9 @@ def compare(case: Case, context: RankContext) -> tuple[Memory, Measured]:
     batch, head = make_batch(case), HeadShape(case.chunk_tokens)
     shapes = [shape_of(each) for each in _micro_batches(batch, case, context)]
     memories = [
-        Training(case.config, case.dtype, shape, len(shapes), head).memory(case.layout, context.axis_ranks["pp"])
+        Training(case.config, case.dtype, shape, len(shapes), head, recompute=case.recompute).memory(
+            case.layout, context.axis_ranks["pp"]
+        )
         for shape in shapes
     ]
     return max(memories, key=lambda memory: memory.total), measure(case, batch, context)
@@ -172,8 +195,8 @@ def measure(case: Case, batch: TokenBatch, context: RankContext) -> Measured:
     watched = _profiled if context.world_size == 1 else _traced
     with watched() as step:
         policy.train_step(batch, None, CrossEntropy())
-    ddp, optimizer = policy.backend.ddp, policy.backend.optimizer
-    buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+    optimizer = policy.backend.optimizer
+    buffers = [buffer for ddp in policy.backend.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     state = 0
     for owned, kinds in optimizer.slices():
         state += sum(tensor.nbytes for name, tensor in kinds.items() if name != "step")

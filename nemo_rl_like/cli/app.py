@@ -116,9 +116,16 @@ def layout(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that share a node.")] = 8,
     micro_batch_tokens: Annotated[int, typer.Option(min=1, help="`policy.micro_batch_tokens`.")] = 16384,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one update, over all GPUs.")] = 1 << 20,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help="Activations computed again: none, full, full:N (layers of a stage), or of core_attn,mlp,moe; auto: as few layers as fit."
+        ),
+    ] = "auto",
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks; default: any.")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks; default: any.")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel stages; default: any.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel ranks; default: any.")] = None,
+    vpp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages of a rank; default: 1, 2 or 4.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks; default: any.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks; default: any.")] = None,
     etp: Annotated[
@@ -129,8 +136,8 @@ def layout(
     """Plan which `policy.layout` fits a number of GPUs; nothing is run."""
     from nemo_rl_like.cli.commands import layout as command
 
-    asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
-    question = command.question(model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens)
+    asked = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "ep": ep, "etp": etp}
+    question = command.question(model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens, recompute)
     if not command.layout(model, question, {k: v for k, v in asked.items() if v is not None}, as_json=as_json):
         raise typer.Exit(2)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, Module, RecomputeSpec
 
 Layers = Literal["local", "transformer_engine"]
 
@@ -77,24 +77,55 @@ class Activations:
     """Bytes of an activation."""
     layers: Layers = "local"
     head: HeadShape = HeadShape()
+    recompute: RecomputeSpec | None = None
 
     # -- kept from the forward pass to the backward
 
     def kept(self, stage: int) -> int:
-        """What one micro-batch holds on a stage between its forward and its backward, without the head's chunks."""
-        count = len(self.config.layers_of_stage(stage, self.layout.pp))
-        held = self._inputs() + self._rotary() + count * self.layer()
-        if stage < self.layout.pp - 1:
+        """What one micro-batch holds on one of the pipeline's `layout.stages` between its forward and its backward, without the head's chunks."""
+        whole, again = self._layers(stage)
+        # A layer that is computed again keeps its input.
+        held = self._inputs() + self._rotary() + whole * self.layer() + again * self._residual
+        if stage < self.layout.stages - 1:
             return held + self._residual  # the output sent to the next stage stays in the schedule's list
         final_norm = self._residual + FLOAT32 * self._part  # _RmsNorm: x, scale
         return held + final_norm + self._scored * self.itemsize  # the head's `hidden`
 
     def layer(self) -> int:
-        """What one layer keeps."""
-        # Twice, before attention and before the feed-forward part: _RmsNorm keeps its input and scale; _Linear (linear_qkv, linear_fc1),
-        # _GatheredLinear or the router keep its output.
-        norms = 2 * (self._residual + FLOAT32 * self._part + self._residual)
-        return norms + self.attention() + self.feed_forward()
+        """What one layer keeps, without what is inside modules that are computed again."""
+        return self._whole_layer() - self._again_in_attention() - self._again_in_feed_forward()
+
+    def _whole_layer(self) -> int:
+        return 2 * self._norm() + self.attention() + self.feed_forward()
+
+    def _norm(self) -> int:
+        """Before attention, and before the feed-forward part: _RmsNorm keeps its input and scale; _Linear (linear_qkv, linear_fc1),
+        _GatheredLinear or the router keep its output."""
+        return self._residual + FLOAT32 * self._part + self._residual
+
+    def _again_in_attention(self) -> int:
+        """What one layer does not keep of attention, whose inputs and output stay."""
+        return self.attention() - self._around_attention() if self._again("core_attn") else 0
+
+    def _again_in_feed_forward(self) -> int:
+        """What one layer does not keep of its feed-forward part, whose input stays."""
+        if not self._again("mlp" if self.config.experts is None else "moe"):
+            return 0
+        # Transformer Engine has the norm of dense layers inside linear_fc1.
+        fused = self.layers == "transformer_engine" and self.config.experts is None
+        return self.feed_forward() + fused * (self._norm() - self._residual)
+
+    def _around_attention(self) -> int:
+        """Queries, keys and values as attention's checkpoint saves them, and its output, which linear_proj saves."""
+        q, k = self._queries, self._keys
+        copied = self._keys > self.config.head_dim  # with one group of heads, queries are a view
+        if (
+            self.config.traits.qk_norm
+        ):  # the norms' inputs and scales; rotated queries and keys are tensors of their own
+            norms = (q + 2 * k + q * copied) * self.itemsize + FLOAT32 * (q + k) // self.config.head_dim
+            return self._tokens * (norms + (2 * q + k) * self.itemsize)
+        # Keys are a view of one tensor with the queries (_SplitHeads) or, on Transformer Engine, with queries and values.
+        return self._tokens * (2 * q + 2 * k + q * copied) * self.itemsize
 
     def attention(self) -> int:
         """Queries, keys, values, output and log-sum-exp of one layer's attention, as scaled_dot_product_attention saves them."""
@@ -149,12 +180,12 @@ class Activations:
         """Router, and the tokens of this rank's experts if they spread evenly."""
         # Gate and up, product, product times the token's weight; Megatron's own: two more, as in `feed_forward`.
         per_expert = 4 if self.layers == "local" else 6
-        routed = self._pairs * (self.config.hidden_size + per_expert * self._ffn) * self.itemsize
+        routed = self._routed + self._pairs * per_expert * self._ffn * self.itemsize
         weights = self._pairs * (FLOAT32 + INT64)  # `permute`: weights and the token of each place
         chosen = experts.per_token * (FLOAT32 + INT64)  # softmax's output and topk's indices
-        # By token and expert: weights (kept by the dispatcher) and their transposed copy (masked_select), two masks of one byte; where the
-        # softmax is over all experts, its output too.
-        all_experts = experts.count * (2 * FLOAT32 + 2 + FLOAT32 * (not experts.normalize))
+        # By token and expert: a transposed copy of the weights (masked_select), two masks of one byte; where the softmax is over all experts,
+        # its output too.
+        all_experts = experts.count * (FLOAT32 + 2 + FLOAT32 * (not experts.normalize))
         return routed + weights + self._part * (chosen + all_experts)
 
     def _inputs(self) -> int:
@@ -171,8 +202,13 @@ class Activations:
 
     def widest(self, stage: int) -> int:
         """The most that any moment of a micro-batch's backward, or the head, adds to `kept`; never below 0."""
-        moments = [self._in_feed_forward(), self._in_first_linear(), self._in_attention()]
-        if stage == self.layout.pp - 1:
+        whole, again = self._layers(stage)
+        moments = []
+        if whole:
+            moments += [self._in_feed_forward(), self._in_first_linear(), self._in_attention()]
+        if again:
+            moments += [moment - whole * self.layer() for moment in self._in_checkpoint()]
+        if stage == self.layout.stages - 1:
             # By then the final norm and the head have given back what they kept.
             freed = self._residual + FLOAT32 * self._part + self._scored * self.itemsize
             moments = [moment - freed for moment in moments] + [self.head_peak(), self._in_final_norm()]
@@ -228,16 +264,19 @@ class Activations:
         return self._residual + wide - self._scored * self.itemsize
 
     def _in_feed_forward(self) -> int:
-        """Last layer: the gradient of its output, and _SwiGlu's backward; linear_fc2 has given back its input."""
+        """Last layer: the gradient of its output, and _SwiGlu's backward (linear_fc2 has given back its input), or what experts send."""
         e = self.itemsize
+        again = self._computed_again(self._again_in_feed_forward())
         if self.config.experts is None:
-            return self._residual + 2 * self._tokens * self._ffn * e
+            return again + self._residual + 2 * self._tokens * self._ffn * e
         # Gradients of the experts' outputs, before and after they are sorted.
-        sorting = 2 * self._pairs * self.config.hidden_size * e
+        sorting = 2 * self._routed
         each = -(-self._pairs // (self.config.experts.count // self.layout.ep))
         # One expert's: the product with the token's weight has three float32 tensors, and linear_fc2 has given back its input.
-        weighing = self._pairs * self.config.hidden_size * e + each * self._ffn * (3 * FLOAT32 - e)
-        return self._residual + max(sorting, weighing)
+        weighing = self._routed + each * self._ffn * (3 * FLOAT32 - e)
+        # In the forward pass: the outputs of single experts, put together, sorted.
+        joining = (3 if self.layers == "local" else 2) * self._routed
+        return again + max(self._residual + sorting, self._residual + weighing, joining)
 
     def _in_first_linear(self) -> int:
         """Last layer: the backward of linear_fc1, which gathers its input once more under sequence parallelism; what follows it is gone."""
@@ -249,21 +288,44 @@ class Activations:
         to_weight = 0  # added straight to a float32 buffer of the weight's own type
         if self.itemsize != FLOAT32:
             to_weight = 2 * self._ffn * self.config.hidden_size * self.itemsize
-        return self._residual - ffn + whole + gathered + to_weight
+        again = self._computed_again(self._again_in_feed_forward())
+        return again + self._residual - ffn + whole + gathered + to_weight
 
     def _in_attention(self) -> int:
         """Last layer: gradients of queries, keys, values and outputs; the feed-forward part and its norm are gone."""
         q, k = self._queries, self._keys
-        gone = self.feed_forward() + 2 * self._residual + FLOAT32 * self._part
+        gone = self.feed_forward() - self._again_in_feed_forward() + self._norm()
+        again = self._computed_again(self._again_in_attention())
         places = sum(block.rows * (2 * block.queries * q + 2 * block.keys * k) for block in self.rows.blocks)
-        return self._residual + places // self.layout.cp * self.itemsize - gone
+        return again + self._residual + places // self.layout.cp * self.itemsize - gone
+
+    def _computed_again(self, inside: int) -> int:
+        """What a module computed again holds: what is `inside` it, and its output."""
+        return inside + self._residual if inside else 0
 
     def _in_embedding(self) -> int:
         """The gradient of the embedding: autograd makes it whole before it is added to the float32 buffer."""
         rows = self.config.padded_vocab(self.layout.tp) // self.layout.tp
         return self._residual + rows * self.config.hidden_size * self.itemsize
 
+    def _in_checkpoint(self) -> list[int]:
+        """Last layer of those that are computed again: all that it keeps, its output and, to the end, the output's gradient."""
+        moments = (self._in_feed_forward(), self._in_first_linear(), self._in_attention() + self._residual)
+        return [self._whole_layer() + moment for moment in moments]
+
     # -- sizes of this rank
+
+    def _layers(self, stage: int) -> tuple[int, int]:
+        """Layers of a stage that are kept, and those that are computed again but for their inputs."""
+        count = len(self.config.layers_of_stage(stage, self.layout.stages))
+        if self.recompute is None or self.recompute.kind != "full":
+            return count, 0
+        again = min(self.recompute.layers or count, count)
+        return count - again, again
+
+    def _again(self, module: Module) -> bool:
+        """Whether a module of every layer is computed again."""
+        return self.recompute is not None and self.recompute.kind == "selective" and module in self.recompute.modules
 
     @property
     def _tokens(self) -> int:
@@ -295,6 +357,11 @@ class Activations:
     def _pairs(self) -> int:
         """Tokens that this rank's experts get if all get as many; ranks that share an expert get the same ones."""
         return 0 if self.config.experts is None else self._part * self.config.experts.per_token * self.layout.expert_tp
+
+    @property
+    def _routed(self) -> int:
+        """Bytes of the hidden states of those."""
+        return self._pairs * self.config.hidden_size * self.itemsize
 
     @property
     def _heads(self) -> int:

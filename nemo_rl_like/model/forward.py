@@ -1,4 +1,4 @@
-"""`MegatronModel`: Megatron's `GPTModel` that takes a `MicroBatch` and ends in hidden states of the scored tokens.
+"""`MegatronModel`: pipeline stages, each Megatron's `GPTModel`, that take a `MicroBatch` and end in hidden states of the scored tokens.
 
 The head is applied outside (`model.heads`), on scored tokens only and in chunks.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, PrefixedKeys, Rotary, rotary_of
@@ -25,15 +25,18 @@ from nemo_rl_like.model.mcore import (
     GPTModel,
     ModuleSpec,
     MoELayer,
+    MoETokenDispatcher,
     TransformerBlockSubmodules,
     TransformerConfig,
+    TransformerLayer,
     gather_from_sequence_parallel_region,
     parallel_state,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
-from nemo_rl_like.model.router import RouterWatch, RowRouter
+from nemo_rl_like.model.router import LayerChoice, RouterWatch, RowRouter
 from nemo_rl_like.model.row_places import RowPlaces
 
+LayerSpecs: TypeAlias = ModuleSpec | TransformerBlockSubmodules
 FP8_ALIGNMENT = 16
 """FP8 matrix products take sizes that are multiples of this."""
 
@@ -59,18 +62,25 @@ class BeforeRows(Protocol):
         ...
 
 
-class MegatronModel(GPTModel):
-    """This rank's pipeline stage and tensor shard of the model."""
+class PipelineStage(GPTModel):
+    """This rank's tensor shard of neighbouring layers."""
+
+    watch: RouterWatch | None = None
+    """Of a model with experts; `MegatronModel` sets it."""
+    message: int | None = None
+    """Places of the messages between stages; None: as many as the pass has."""
 
     def __init__(
         self,
         shape: ModelConfig,
         config: TransformerConfig,
-        spec: ModuleSpec | TransformerBlockSubmodules,
+        spec: LayerSpecs,
         *,
         pre_process: bool,
         post_process: bool,
+        virtual: int | None,
     ) -> None:
+        """`pre_process`: it has the embedding; `post_process`: the head; `virtual`: which of this rank's stages it is, None where that is one."""
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -81,6 +91,7 @@ class MegatronModel(GPTModel):
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tie_embeddings and not shape.score_head,
             position_embedding_type="none",
+            vp_stage=virtual,
         )
         if shape.score_head and post_process:
             del self.output_layer
@@ -92,9 +103,8 @@ class MegatronModel(GPTModel):
             self.decoder.config = undrawn
             if pre_process:
                 self.embedding.config = undrawn
-        self.virtual: BeforeRows | None = None
+        self.virtual_tokens: BeforeRows | None = None
         self.context = ContextRanks.of_layout()
-        self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
         for layer in self.decoder.layers:
@@ -107,7 +117,7 @@ class MegatronModel(GPTModel):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [M, H] that predict the micro-batch's targets, with context parallelism those of `scored_here`; before the last
-        stage, [s, b, H] for the next one."""
+        stage, [message, 1, H] for the next one, of which the first are the pass's."""
         hidden = self._run(
             micro_batch.input_ids,
             micro_batch.position_ids,
@@ -116,7 +126,7 @@ class MegatronModel(GPTModel):
             micro_batch.token_keys,
         )
         if not self.post_process:
-            return hidden
+            return self._as_message(hidden)
         places, (_, length) = micro_batch.predict_index, micro_batch.input_ids.shape
         mine = self.scored_here(micro_batch)
         if mine is not None and self.context is not None:
@@ -128,7 +138,7 @@ class MegatronModel(GPTModel):
         if self.context is None:
             return None
         length = micro_batch.input_ids.shape[1]
-        padded = length + self._padding(micro_batch.input_ids)
+        padded = length + self._padding(micro_batch.input_ids.shape)
         return self.context.scored_here(micro_batch.predict_index, length, padded)
 
     def run_stage(self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
@@ -150,7 +160,7 @@ class MegatronModel(GPTModel):
         row_places: RowPlaces | None = None,
         token_keys: Tensor | None = None,
     ) -> Tensor:
-        padding = self._padding(input_ids)
+        padding = self._padding(input_ids.shape)
         rows = None
         if self.watch is not None:
             rows = self.watch.pairs(row_places, input_ids.shape, input_ids.shape[1] + padding, self.context)
@@ -160,7 +170,10 @@ class MegatronModel(GPTModel):
         if self.context is not None:
             input_ids, position_ids = self.context.part(input_ids), self.context.part(position_ids)
         embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
-        prefixed = None if self.virtual is None else self.virtual.call(input_ids)
+        prefixed = None if self.virtual_tokens is None else self.virtual_tokens.call(input_ids)
+        if not self.pre_process and self.message is not None:
+            received, places = self.decoder.input_tensor, input_ids.numel() // self._shared_by
+            self.decoder.set_input_tensor(received[:places].view(-1, input_ids.shape[0], received.shape[2]))
         self.decoder.training = torch.is_grad_enabled()  # recomputes layers in training only
         rotary, window_rotary = self._rotary(position_ids)
         hidden: Tensor = self.decoder(
@@ -184,10 +197,11 @@ class MegatronModel(GPTModel):
         return rotary, rotary_of(position_ids, self._window_frequencies, self.dtype)
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        ids = input_ids if self.virtual is None else self.virtual.in_vocabulary(input_ids)
+        virtual = self.virtual_tokens
+        ids = input_ids if virtual is None else virtual.in_vocabulary(input_ids)
         embedded: Tensor = self.embedding(input_ids=ids, position_ids=position_ids)
-        if self.virtual is not None:
-            embedded = self.virtual(embedded, input_ids)
+        if virtual is not None:
+            embedded = virtual(embedded, input_ids)
         if self.shape.traits.scaled_embeddings:  # the factor is rounded to the embeddings' type, as in transformers
             embedded = embedded * embedded.new_tensor(math.sqrt(self.shape.hidden_size))
         if self.config.recompute_granularity is not None and torch.is_grad_enabled() and not embedded.requires_grad:
@@ -202,17 +216,41 @@ class MegatronModel(GPTModel):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         return TokenKeys(own, own.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()])
 
-    def _watched(self, config: TransformerConfig) -> RouterWatch:
-        watch = RouterWatch(config)
+    def be_watched(self, watch: RouterWatch) -> None:
+        """Let `watch` see what its routers choose."""
+        self.watch = watch
         for layer in self.decoder.layers:
             router: RowRouter = layer.mlp.router
             router.watch, router.layer = watch, layer.layer_number - 1
+            router.router_replay = LayerChoice(watch, router.layer)
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
-        return watch
+            layer.mlp.experts.register_forward_pre_hook(partial(_forget_weights, layer.mlp.token_dispatcher))
 
-    def _padding(self, input_ids: Tensor) -> int:
+    def _as_message(self, hidden: Tensor) -> Tensor:
+        """[s, b, H] -> [message, 1, H]."""
+        if self.message is None:
+            return hidden
+        flat = hidden.flatten(0, 1)
+        return functional.pad(flat, (0, 0, 0, self.message - flat.shape[0]))[:, None]
+
+    def places(self, shape: torch.Size) -> int:
+        """Places of this rank's part of a pass over [b, s] tokens."""
+        rows, length = shape
+        return rows * (length + self._padding(shape)) // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share a sequence between the layers."""
+        return self._shared_by * (1 if self.context is None else self.context.size)
+
+    @property
+    def _shared_by(self) -> int:
+        """Tensor-parallel ranks that do."""
+        return int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
+
+    def _padding(self, shape: torch.Size) -> int:
         """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
-        rows, length = input_ids.shape
+        rows, length = shape
         step = FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT) if self.config.fp8 else 1
         if self.config.sequence_parallel:
             step = math.lcm(step, self.config.tensor_model_parallel_size)
@@ -221,9 +259,111 @@ class MegatronModel(GPTModel):
         return -length % step
 
 
+class MegatronModel(nn.Module):
+    """This rank's part of the model: a pipeline stage, or with an interleaved pipeline several, `layout.pp` apart from each other."""
+
+    def __init__(self, shape: ModelConfig, config: TransformerConfig, specs: Sequence[LayerSpecs]) -> None:
+        """`specs`: the layers of each of this rank's stages."""
+        super().__init__()
+        last = len(specs) - 1
+        self.stages = tuple(
+            PipelineStage(
+                shape,
+                config,
+                spec,
+                pre_process=i == 0 and parallel_state.is_pipeline_first_stage(),
+                post_process=i == last and parallel_state.is_pipeline_last_stage(),
+                virtual=i if last else None,
+            )
+            for i, spec in enumerate(specs)
+        )
+        self.pipeline = nn.ModuleList(self.stages)
+        self.config, self.shape = config, shape
+        self.dtype: torch.dtype = config.params_dtype
+        self.watch: RouterWatch | None = None
+        if shape.experts is not None:
+            self.watch = RouterWatch(config)
+            for stage in self.stages:
+                stage.be_watched(self.watch)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """See `PipelineStage.forward`. Raises ValueError if the model's stages are on several ranks, or more than one."""
+        if not (self.has_embedding and self.has_head) or len(self.stages) > 1:
+            raise ValueError("a model of several pipeline stages runs by Megatron's schedules")
+        hidden: Tensor = self.stages[0](micro_batch)
+        return hidden
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the pipeline begins here."""
+        return bool(self.first.pre_process)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the pipeline ends here."""
+        return bool(self.last.post_process)
+
+    @property
+    def first(self) -> PipelineStage:
+        """The earliest of its stages."""
+        return self.stages[0]
+
+    @property
+    def last(self) -> PipelineStage:
+        """The latest of its stages."""
+        return self.stages[-1]
+
+    @property
+    def layers(self) -> Iterator[TransformerLayer]:
+        """All layers of this rank."""
+        for stage in self.stages:
+            yield from stage.decoder.layers
+
+    @property
+    def virtual_tokens(self) -> BeforeRows | None:
+        """What stands before each row; None: nothing does."""
+        return self.first.virtual_tokens
+
+    def put_before_rows(self, tokens: BeforeRows) -> None:
+        """Have virtual tokens from now on."""
+        for stage in self.stages:
+            stage.virtual_tokens = tokens
+
+    @property
+    def context(self) -> ContextRanks | None:
+        """Ranks that have the other parts of this one's sequences; None: it has whole ones."""
+        return self.first.context
+
+    @context.setter
+    def context(self, context: ContextRanks | None) -> None:
+        for stage in self.stages:
+            stage.context = context
+
+    @contextmanager
+    def messages_of(self, places: int) -> Iterator[None]:
+        """Inside the block stages of a pipeline hand on so many places of each pass, and take as many."""
+        for stage in self.stages:
+            stage.message = places
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.message = None
+
+    def scored_here(self, micro_batch: MicroBatch) -> Tensor | None:
+        """See `PipelineStage.scored_here`."""
+        return self.first.scored_here(micro_batch)
+
+
 def _show_rows(watch: RouterWatch, layer: object, inputs: object, named: Mapping[str, Any]) -> None:
     """Forward pre-hook of a layer, which may run again in the backward pass, after other passes."""
     watch.rows = named["packed_seq_params"].rows
+
+
+def _forget_weights(dispatcher: MoETokenDispatcher, experts: object, inputs: object) -> None:
+    """Forward pre-hook of a layer's experts: the dispatcher would hold the router's weights to its next pass, and through their graph the
+    input of a layer computed again, and its gradient. It only reads their type."""
+    dispatcher.probs = dispatcher.probs.new_empty(0)
 
 
 @contextmanager

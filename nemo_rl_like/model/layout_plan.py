@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -13,11 +14,13 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.activations import HeadShape, MicroBatchShape
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.memory import Memory, Training
-from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec
+from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, RecomputeSpec
 
 GIB = 1 << 30
 RESERVED = 0.1
 """Share of a GPU's memory left to CUDA's context, NCCL's buffers and the allocator's gaps; an assumption, not a measurement."""
+_VIRTUAL = (2, 4)
+"""Stages of a pipeline-parallel rank that are tried beside one."""
 _NEAREST = 3
 """Layouts that an error names."""
 
@@ -33,6 +36,8 @@ class Question:
     micro_batch_tokens: int = PolicySpec().micro_batch_tokens
     step_tokens: int = 1 << 20
     """Tokens of one update, over all ranks."""
+    recompute: RecomputeSpec | Literal["auto"] | None = "auto"
+    """`policy.recompute`; `auto`: none if a layout fits without, else as few layers as fit."""
 
     @property
     def usable(self) -> int:
@@ -43,7 +48,7 @@ class Question:
         """Passes of one of `dp` data-parallel ranks in an update."""
         return max(1, -(-self.step_tokens // (dp * self.micro_batch_tokens)))
 
-    def training(self, layout: LayoutSpec) -> Training:
+    def training(self, layout: LayoutSpec, recompute: RecomputeSpec | None = None) -> Training:
         """What a rank of the layout computes: bfloat16, Adam, Transformer Engine's layers, rows end to end."""
         return Training(
             self.config,
@@ -52,6 +57,7 @@ class Question:
             self.micro_batches(layout.dp),
             HeadShape(PolicySpec().logprob_chunk_tokens),
             "transformer_engine",
+            recompute,
         )
 
 
@@ -62,6 +68,7 @@ class Planned:
     question: Question
     layout: LayoutSpec
     memory: Memory
+    recompute: RecomputeSpec | None = None
 
     @property
     def fits(self) -> bool:
@@ -75,8 +82,22 @@ class Planned:
 
     @property
     def bubble(self) -> float:
-        """Share of an update in which a rank waits for the pipeline to fill and drain: (pp - 1) / (micro-batches + pp - 1)."""
-        return (self.layout.pp - 1) / (self.micro_batches + self.layout.pp - 1)
+        """Share of an update in which a rank waits for the pipeline to fill and drain: (pp - 1) / (vpp * micro-batches + pp - 1)."""
+        return (self.layout.pp - 1) / (self.layout.vpp * self.micro_batches + self.layout.pp - 1)
+
+    @property
+    def again(self) -> tuple[int, int]:
+        """Layers of the first stage that are computed again as a whole, and all of them."""
+        layers = len(self.question.config.layers_of_stage(0, self.layout.stages))
+        if self.recompute is None or self.recompute.kind != "full":
+            return 0, layers
+        return min(self.recompute.layers or layers, layers), layers
+
+    @property
+    def recomputing(self) -> str:
+        """Its recomputation for an error, if it has any."""
+        again, layers = self.again
+        return f" with {again} of {layers} layers computed again" if again else ""
 
     @property
     def expert_ranks(self) -> int:
@@ -89,12 +110,14 @@ class Planned:
         return self.layout.tp * self.layout.cp
 
     @property
-    def order(self) -> tuple[bool, int, bool, float, int, int]:
-        """Less communication first: tensor and context parallelism inside a node, then the least tp * cp * pp, experts inside a node, bubble,
-        memory.
+    def order(self) -> tuple[bool, float, int, bool, float, int, int]:
+        """Less communication first: tensor and context parallelism inside a node, then the fewest layers computed again, the least tp * cp * pp,
+        experts inside a node, bubble, memory.
         """
+        again, layers = self.again
         return (
             self._crosses(self.inner_ranks),
+            again / layers,
             self.inner_ranks * self.layout.pp,
             self._crosses(self.expert_ranks),
             self.bubble,
@@ -113,9 +136,16 @@ class Planned:
                 found.append(f"{what} {where}")
         if self.layout.pp > 1:
             found.append(f"{self.bubble:.0%} bubble at {self.micro_batches} micro-batches")
+        if self.recompute is not None:
+            found.append(self._why_again())
         free = (self.question.usable - self.memory.total) / GIB
         found.append(f"{free:.1f} GiB free" if self.fits else f"{-free:.1f} GiB too much")
         return tuple(found)
+
+    def _why_again(self) -> str:
+        again, layers = self.again
+        what = f"{again} of {layers} layers" if again else ", ".join(self.recompute.modules if self.recompute else ())
+        return f"{what} computed again"
 
     def _crosses(self, ranks: int) -> bool:
         """Whether `ranks` consecutive ranks lie on more than one node."""
@@ -133,7 +163,7 @@ class NoLayout(InputError):
 
 
 def plan(question: Question, asked: Mapping[str, int]) -> tuple[Planned, ...]:
-    """Every layout of the GPUs with the sizes `asked` (of tp, cp, pp, dp, ep and etp) that fits, best first.
+    """Every layout of the GPUs with the sizes `asked` (of tp, cp, pp, vpp, dp, ep and etp) that fits, best first.
 
     Raises NoLayout, which says why and what comes nearest, if there is none.
     """
@@ -147,7 +177,17 @@ def plan(question: Question, asked: Mapping[str, int]) -> tuple[Planned, ...]:
 
 def _ordered(question: Question, asked: Mapping[str, int]) -> list[Planned]:
     """Every layout of the GPUs with these sizes, whether it fits or not, best first."""
-    return sorted((_planned(question, layout) for layout in _valid(question, asked)), key=lambda planned: planned.order)
+    layouts = list(_valid(question, asked))
+    if question.recompute != "auto":
+        return _sorted(_planned(question, layout, question.recompute) for layout in layouts)
+    kept = _sorted(_planned(question, layout) for layout in layouts)
+    if any(planned.fits for planned in kept):
+        return kept
+    return _sorted(_recomputed(question, layout) for layout in layouts)
+
+
+def _sorted(found: Iterable[Planned]) -> list[Planned]:
+    return sorted(found, key=lambda planned: planned.order)
 
 
 def named(layout: LayoutSpec) -> str:
@@ -156,8 +196,20 @@ def named(layout: LayoutSpec) -> str:
     return "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in sizes.items()) + "}"
 
 
-def _planned(question: Question, layout: LayoutSpec) -> Planned:
-    return Planned(question, layout, question.training(layout).peak(layout))
+def _planned(question: Question, layout: LayoutSpec, recompute: RecomputeSpec | None = None) -> Planned:
+    return Planned(question, layout, question.training(layout, recompute).peak(layout), recompute)
+
+
+def _recomputed(question: Question, layout: LayoutSpec) -> Planned:
+    """The layout with the fewest layers computed again with which it fits; if it does not, with those that leave most."""
+    layers = len(question.config.layers_of_stage(0, layout.stages))
+    tried = []
+    for count in range(1, layers + 1):
+        recompute = RecomputeSpec() if count == layers else RecomputeSpec(layers=count)
+        tried.append(_planned(question, layout, recompute))
+        if tried[-1].fits:
+            return tried[-1]
+    return min(tried, key=lambda planned: planned.memory.total)
 
 
 def _sizes(question: Question, asked: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -167,12 +219,26 @@ def _sizes(question: Question, asked: Mapping[str, int]) -> Iterator[dict[str, i
         sizes = dict(zip(names, values, strict=True))
         if math.prod(values) != question.gpus:
             continue
-        if question.config.experts is None and not asked.keys() & {"ep", "etp"}:
-            yield sizes
-            continue
-        for ep in _choices(asked, "ep", question.gpus // sizes["pp"]):
-            for etp in sorted({asked["etp"]} if "etp" in asked else {1, sizes["tp"]}):
-                yield {**sizes, "ep": ep, "etp": etp}
+        for vpp in _virtual(question, asked, sizes["pp"], sizes["dp"]):
+            yield from _expert_sizes(question, asked, {**sizes, "vpp": vpp})
+
+
+def _virtual(question: Question, asked: Mapping[str, int], pp: int, dp: int) -> list[int]:
+    """Stages on a rank: as few as asked for, or those that leave the pipeline full and each stage some layers."""
+    if "vpp" in asked:
+        return [asked["vpp"]]
+    if pp == 1 or question.micro_batches(dp) < pp:  # an interleaved schedule goes round all ranks
+        return [1]
+    return [1, *(vpp for vpp in _VIRTUAL if question.config.layers % (pp * vpp) == 0)]
+
+
+def _expert_sizes(question: Question, asked: Mapping[str, int], sizes: dict[str, int]) -> Iterator[dict[str, int]]:
+    if question.config.experts is None and not asked.keys() & {"ep", "etp"}:
+        yield sizes
+        return
+    for ep in _choices(asked, "ep", question.gpus // sizes["pp"]):
+        for etp in sorted({asked["etp"]} if "etp" in asked else {1, sizes["tp"]}):
+            yield {**sizes, "ep": ep, "etp": etp}
 
 
 def _choices(asked: Mapping[str, int], name: str, ranks: int) -> list[int]:
@@ -219,16 +285,23 @@ def _too_big(question: Question, chosen: list[Planned]) -> str:
     least = min(chosen, key=lambda planned: planned.memory.total)
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in least.memory.parts.items())
     message = (
-        f"{named(least.layout)} needs {least.memory.total / GIB:.1f} GiB a GPU ({listed}) and has {question.usable / GIB:.1f} "
+        f"{named(least.layout)}{least.recomputing} needs {least.memory.total / GIB:.1f} GiB a GPU ({listed}) and has {question.usable / GIB:.1f} "
         f"({question.gpu_gib:g} less {RESERVED:.0%})"
     )
     tokens = question.micro_batch_tokens
     while tokens > 1:
         tokens //= 2
         smaller = replace(question, micro_batch_tokens=tokens)
-        if any(_planned(smaller, planned.layout).fits for planned in chosen):
+        if any(_as_chosen(smaller, planned).fits for planned in chosen):
             return f"{message}; it fits with --micro-batch-tokens {tokens}"
     return f"{message}; take more GPUs"
+
+
+def _as_chosen(question: Question, planned: Planned) -> Planned:
+    """The layout for another question, with its recomputation chosen as it was."""
+    if question.recompute == "auto":
+        return _recomputed(question, planned.layout)
+    return _planned(question, planned.layout, planned.recompute)
 
 
 def _distance(layout: LayoutSpec, asked: Mapping[str, int]) -> float:
@@ -237,6 +310,7 @@ def _distance(layout: LayoutSpec, asked: Mapping[str, int]) -> float:
         "tp": layout.tp,
         "cp": layout.cp,
         "pp": layout.pp,
+        "vpp": layout.vpp,
         "dp": layout.dp,
         "ep": layout.ep,
         "etp": layout.expert_tp,

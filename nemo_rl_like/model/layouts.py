@@ -128,7 +128,7 @@ def plan_microbatches(
     count = max(1, max(len(p) for p in passes))
     mine = [planner.build(p) for p in passes[dp_rank]]
     return Passes(
-        (*mine, *[_nothing(kind)] * (count - len(mine))),
+        (*mine, *[empty_pass(kind)] * (count - len(mine))),
         filled=sum(unit.tokens for unit in units) / (count * dp_size * token_budget),
         imbalance=max(costs) * dp_size / sum(costs) if any(costs) else 1.0,
     )
@@ -352,9 +352,12 @@ class _Planner:
         on_prompt = [min(self._prompt[row], length) for row, length in zip(rows, lengths, strict=True)]
         rest = [length - before for length, before in zip(lengths, on_prompt, strict=True)]
         index = torch.arange(len(rows))
+        starts = [self._start[row] for row in rows]
+        after = [start + before for start, before in zip(starts, on_prompt, strict=True)]
         return RowPlaces(
             torch.cat([_ranges(prompt_places.tolist(), on_prompt), _ranges(rest_places.tolist(), rest)]),
             torch.cat([torch.repeat_interleave(index, torch.tensor(part)) for part in (on_prompt, rest)]),
+            torch.cat([_ranges(starts, on_prompt), _ranges(after, rest)]),
             torch.tensor(lengths),
         )
 
@@ -446,7 +449,7 @@ def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return torch.repeat_interleave(offset, count) + torch.arange(int(count.sum()))
 
 
-def _nothing(kind: Kind) -> MicroBatch:
-    """A pass over one token that scores nothing, for a rank that has run out of rows."""
+def empty_pass(kind: Kind) -> MicroBatch:
+    """A pass over one token that scores nothing, where a schedule wants more passes than there are rows for."""
     one, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(kind, one, one, CausalLayout(), none, none, none)

@@ -249,7 +249,7 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
     check_targets(config, lora)
     _check_device(model, config, lora)
     model.requires_grad_(False)
-    for layer in model.decoder.layers:
+    for layer in model.layers:
         for path, linear in _linears(layer, config):
             if not set(PROJECTIONS[path]) & set(lora.targets):
                 continue

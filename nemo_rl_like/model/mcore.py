@@ -39,6 +39,7 @@ with runtime.quiet():
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -55,6 +56,7 @@ __all__ = [
     "MLPSubmodules",
     "MegatronModule",
     "MoELayer",
+    "MoETokenDispatcher",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",

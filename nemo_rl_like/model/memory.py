@@ -10,7 +10,7 @@ from typing import Literal
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.activations import Activations, HeadShape, Layers, MicroBatchShape
 from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec
 
 Dtype = Literal["float32", "bfloat16"]
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -39,9 +39,9 @@ class Memory:
     temporary: int
     """What the widest moment of a backward pass, or of the head, adds."""
     head: int
-    """What the head adds at its own widest moment, part of `temporary` where that is the widest of all; 0 before the last stage."""
-    stage: int
-    """Pipeline stage of the rank."""
+    """What the head adds at its own widest moment, part of `temporary` where that is the widest of all; 0 before the last rank."""
+    rank: int
+    """Among the pipeline-parallel ranks."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -68,6 +68,7 @@ class Training:
     """Passes of a data-parallel rank in one update."""
     head: HeadShape = field(default_factory=HeadShape)
     layers: Layers = "local"
+    recompute: RecomputeSpec | None = None
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -75,32 +76,44 @@ class Training:
         moments = ("exp_avg", "exp_avg_sq")
         return moments if self.dtype == "float32" else (*moments, "master")
 
-    def memory(self, layout: LayoutSpec, stage: int) -> Memory:
-        """Bytes of a rank on a pipeline stage. Raises InputError if the model cannot be split that way."""
+    def memory(self, layout: LayoutSpec, rank: int) -> Memory:
+        """Bytes of a pipeline-parallel rank. Raises InputError if the model cannot be split that way."""
         self.config.check_layout(layout)
         _require_known(self.config)
-        dense, experts = parameter_buffers(self.config, layout, stage)
+        stages = range(rank, layout.stages, layout.pp)
+        buffers = [parameter_buffers(self.config, layout, stage) for stage in stages]
+        dense, experts = (sum(sizes) for sizes in zip(*buffers, strict=True))
         owned = dense // (layout.dp * layout.cp) + experts // layout.expert_dp
         item = ITEMSIZE[self.dtype]
-        activations = Activations(self.config, layout, self.rows, item, self.layers, self.head)
-        # 1F1B: a stage runs ahead of the last one by as many micro-batches as there are stages between them.
-        in_flight = min(layout.pp - stage, self.micro_batches)
+        activations = Activations(self.config, layout, self.rows, item, self.layers, self.head, self.recompute)
         return Memory(
             parameters=(dense + experts) * item,
             gradients=(dense + experts) * GRADIENT,
             optimizer=owned * STATE * len(self.states),
-            activations=in_flight * activations.kept(stage),
-            temporary=activations.widest(stage),
-            head=activations.head_peak() if stage == layout.pp - 1 else 0,
-            stage=stage,
+            activations=self._in_flight(layout, rank) * activations.kept(rank)
+            + activations.kept(stages[-1])
+            - activations.kept(rank),
+            temporary=max(activations.widest(stage) for stage in stages),
+            head=activations.head_peak() if rank == layout.pp - 1 else 0,
+            rank=rank,
         )
+
+    def _in_flight(self, layout: LayoutSpec, rank: int) -> int:
+        """Forward passes of a stage that a rank has made when its first backward pass begins, and that many it then holds.
+
+        1F1B: it runs ahead of the last rank by as many micro-batches as there are ranks between them. Interleaved (Narayanan et al. 2021, arXiv
+        2104.04473, section 2.2), by twice as many, after a round of the ranks' micro-batches for each of its stages but the last.
+        """
+        between = layout.pp - 1 - rank
+        ahead = between if layout.vpp == 1 else 2 * between + (layout.vpp - 1) * layout.pp
+        return min(ahead + 1, self.micro_batches * layout.vpp)
 
     def peak(self, layout: LayoutSpec) -> Memory:
         """That of the rank that needs most. Raises InputError if the model cannot be split that way.
 
-        It is on the first pipeline stage, which holds the most micro-batches, or on the last, which has the head.
+        It is the first of the pipeline, which holds the most micro-batches, or on the last, which has the head.
         """
-        return max((self.memory(layout, stage) for stage in {0, layout.pp - 1}), key=lambda memory: memory.total)
+        return max((self.memory(layout, rank) for rank in {0, layout.pp - 1}), key=lambda memory: memory.total)
 
 
 def _require_known(config: ModelConfig) -> None:
@@ -122,8 +135,8 @@ def _require_known(config: ModelConfig) -> None:
 
 
 def parameter_buffers(config: ModelConfig, layout: LayoutSpec, stage: int) -> tuple[int, int]:
-    """Elements of a rank's two DDP buffers with their padding: parameters that its tensor-parallel group shares out, and experts'."""
-    layers = len(config.layers_of_stage(stage, layout.pp))
+    """Elements of a stage's two DDP buffers on one rank, with their padding: parameters that its tensor-parallel group shares out, and experts'."""
+    layers = len(config.layers_of_stage(stage, layout.stages))
     own = _aligned(_ends(config, layout, stage)) + layers * _aligned(_layer_parameters(config, layout))
     experts = layers * _aligned(_expert_parameters(config, layout))
     return _up(own, math.lcm(layout.dp * layout.cp, _BUFFER_ALIGNMENT)), _up(
@@ -146,7 +159,7 @@ def _ends(config: ModelConfig, layout: LayoutSpec, stage: int) -> Iterator[int]:
     vocabulary = config.padded_vocab(layout.tp) // layout.tp * hidden
     if stage == 0:
         yield vocabulary
-    if stage == layout.pp - 1:
+    if stage == layout.stages - 1:
         yield hidden  # the last norm
         if config.score_head:
             yield hidden

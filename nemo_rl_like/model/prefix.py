@@ -83,10 +83,10 @@ def add_prefixes(model: MegatronModel, config: ModelConfig, spec: PrefixTuningSp
     drawn = torch.randint(config.vocab_size, (spec.tokens,), generator=generator_of(seed, PREFIX)).tolist()
     with whole_sequences(model):
         start = Decoder(model).keys_and_values(drawn)
-    for layer in model.decoder.layers:
+    for layer in model.layers:
         layer.prefix = Prefix(*start[layer.layer_number])
-    prefixes = {layer.layer_number: layer.prefix for layer in model.decoder.layers}
-    model.virtual = PrefixTokens(config.vocab_size, spec.tokens, prefixes)
+    prefixes = {layer.layer_number: layer.prefix for layer in model.layers}
+    model.put_before_rows(PrefixTokens(config.vocab_size, spec.tokens, prefixes))
     PrefixMap(config, spec).mark_shards(model)
 
 

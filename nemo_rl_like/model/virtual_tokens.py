@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import PrefixedKeys
+from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.layouts import Passes
@@ -78,18 +79,18 @@ class VirtualTokens(VirtualIds):
 
 
 def add_virtual_tokens(
-    model: nn.Module, config: ModelConfig, spec: PromptTuningSpec, weights: TensorReader, seed: int
-) -> VirtualTokens:
-    """Virtual tokens for the model, which is frozen; they start as tokens of its vocabulary, drawn from `seed`.
+    model: MegatronModel, config: ModelConfig, spec: PromptTuningSpec, weights: TensorReader, seed: int
+) -> None:
+    """Put virtual tokens on the model, which is frozen; they start as tokens of its vocabulary, drawn from `seed`.
 
     Raises InputError for a model that cannot have any.
     """
     check_prompt(config, spec)
     model.requires_grad_(False)
     drawn = torch.randint(config.vocab_size, (spec.tokens,), generator=generator_of(seed, PROMPT))
-    some = next(model.parameters())
-    start = weights.get(EMBEDDING)[drawn].to(runtime.device(), some.dtype)
-    return VirtualTokens(start, config.vocab_size, sequence_parallel=bool(model.config.sequence_parallel))  # type: ignore[union-attr]
+    start = weights.get(EMBEDDING)[drawn].to(runtime.device(), model.dtype)
+    in_parts = bool(model.config.sequence_parallel)
+    model.put_before_rows(VirtualTokens(start, config.vocab_size, sequence_parallel=in_parts))
 
 
 def check_prompt(config: ModelConfig, spec: PromptTuningSpec) -> None:
@@ -114,7 +115,7 @@ class PromptMap(WeightMap):
 
     def owns(self, name: str) -> bool:
         """Whether a Megatron parameter belongs to this map."""
-        return name.startswith(VIRTUAL)
+        return f".{VIRTUAL}" in name
 
 
 def behind(batch: TokenBatch, ids: Sequence[int]) -> TokenBatch:

@@ -15,7 +15,7 @@ from nemo_rl_like.algorithms.objectives import Outputs
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.forward import MegatronModel, PipelineStage
 from nemo_rl_like.model.heads import output_head, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
@@ -24,11 +24,12 @@ from nemo_rl_like.model.lora import adapters_off, add_adapters
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.prefix import add_prefixes
 from nemo_rl_like.model.router import RouterWatch
+from nemo_rl_like.model.schedule import Reduce
 from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
 from nemo_rl_like.model.top_logprobs import TopLogprobs, top_logprobs
 from nemo_rl_like.model.virtual_tokens import add_virtual_tokens
 from nemo_rl_like.policy.backend import ModelRequest, OptimizerStep, Score, TopRequest
-from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
+from nemo_rl_like.policy.ddp import PolicyDdp, run_schedule, wrap_ddp
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
@@ -48,13 +49,9 @@ class MegatronBackend:
             context.world_size,
             context.master_addr,
             context.master_port,
-            layout.tp,
-            layout.pp,
+            layout,
             request.timeout_s,
             context.threads,
-            cp=layout.cp,
-            ep=layout.ep,
-            etp=layout.etp,
         )
         self._spec = policy
         self._config = ModelConfig.from_hf_folder(request.folder)
@@ -72,11 +69,11 @@ class MegatronBackend:
         if request.adapter_seed is not None and isinstance(adapter, LoraSpec):
             add_adapters(self.model, self._config, adapter, request.adapter_seed)
         elif request.adapter_seed is not None and isinstance(adapter, PromptTuningSpec):
-            self.model.virtual = add_virtual_tokens(self.model, self._config, adapter, weights, request.adapter_seed)
+            add_virtual_tokens(self.model, self._config, adapter, weights, request.adapter_seed)
         elif request.adapter_seed is not None and isinstance(adapter, PrefixTuningSpec):
             add_prefixes(self.model, self._config, adapter, request.adapter_seed)
         self.store = PolicyStore(self.model, self._config, request.folder, adapter)
-        self._trained: tuple[PolicyDdp, PolicyOptimizer] | None = None
+        self._trained: tuple[list[PolicyDdp], PolicyOptimizer] | None = None
 
     def _weights(self, request: ModelRequest) -> TensorReader:
         """What the model starts from; with a new score head its shape is that of a model with one."""
@@ -108,13 +105,13 @@ class MegatronBackend:
     @property
     def virtual_tokens(self) -> tuple[int, ...]:
         """See `Backend`."""
-        return () if self.model.virtual is None else self.model.virtual.ids
+        return () if self.model.virtual_tokens is None else self.model.virtual_tokens.ids
 
     # -- training
 
     @property
-    def ddp(self) -> PolicyDdp:
-        """The model with its gradient buffers. Raises RuntimeError before `start_training`."""
+    def ddp(self) -> list[PolicyDdp]:
+        """The model's stages with their gradient buffers. Raises RuntimeError before `start_training`."""
         return self._in_training()[0]
 
     @property
@@ -130,18 +127,19 @@ class MegatronBackend:
     def start_training(self, spec: OptimizerSpec, total_updates: int) -> None:
         """See `Backend`."""
         ddp = wrap_ddp(self.model)
-        self._trained = ddp, PolicyOptimizer(ddp, self.store.trained, spec, total_updates)
+        self._trained = ddp, PolicyOptimizer(self.model, ddp, self.store.trained, spec, total_updates)
 
     def zero_grad(self) -> None:
         """See `Backend`."""
-        self.ddp.zero_grad_buffer()
+        for stage in self.ddp:
+            stage.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def step(self) -> OptimizerStep | None:
         """See `Backend`."""
         return self.optimizer.step()
 
-    def _in_training(self) -> tuple[PolicyDdp, PolicyOptimizer]:
+    def _in_training(self) -> tuple[list[PolicyDdp], PolicyOptimizer]:
         if self._trained is None:
             raise RuntimeError("start_training must come before train_step")
         return self._trained
@@ -152,15 +150,15 @@ class MegatronBackend:
         """See `Backend`: Megatron's schedule for the pipeline layout."""
         device = runtime.device()
 
-        def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, Reduce]:
+        def forward(iterator: Iterator[MicroBatch], stage: PipelineStage) -> tuple[Tensor, Reduce]:
             micro_batch = next(iterator).to(device, self.model.dtype)
-            return model(micro_batch), partial(reduced, micro_batch)
+            return stage(micro_batch), partial(reduced, micro_batch)
 
         def reduced(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             return score(micro_batch, hidden), torch.zeros((), dtype=torch.int, device=device), None
 
-        model = self.ddp if training and self._trained else self.model
-        run_schedule(model, micro_batches, forward, training=training, finalize=finalize)
+        wrapped = self.ddp if training and self._trained else None
+        run_schedule(self.model, wrapped, micro_batches, forward, training=training, finalize=finalize)
 
     def outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
         """See `Backend`; equal on every tensor- and context-parallel rank."""

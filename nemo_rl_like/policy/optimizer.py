@@ -11,13 +11,14 @@ keeps in float32 and gathers is the same for any optimizer, so SGD and Muon take
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.mcore import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -47,22 +48,27 @@ _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd"
 class PolicyOptimizer:
     """The optimizer of one rank's shard of the model.
 
-    Args: `model` wrapped in Megatron's DDP; `weight_map` of the parameters that are trained; `spec`; `total_updates`, the optimizer
+    Args: `model`, and its stages `wrapped` in Megatron's DDP; `weight_map` of the parameters that are trained; `spec`; `total_updates`, the optimizer
     steps the schedule spans. Raises SpecError for groups that do not fit the model.
     """
 
     def __init__(
-        self, model: DistributedDataParallel, weight_map: WeightMap, spec: OptimizerSpec, total_updates: int
+        self,
+        model: MegatronModel,
+        wrapped: Sequence[DistributedDataParallel],
+        weight_map: WeightMap,
+        spec: OptimizerSpec,
+        total_updates: int,
     ) -> None:
         self.kind = spec.kind
         self._settings = settings_of(spec, weight_map.entries)
         self._masters = (MASTER,) if model.config.params_dtype is torch.bfloat16 else ()
-        entries = dict(weight_map.local_entries(model.module))
-        made_of = {p: entries[name] for name, p in model.module.named_parameters() if p.requires_grad}
+        entries = dict(weight_map.local_entries(model))
+        made_of = {p: entries[name] for name, p in model.named_parameters() if p.requires_grad}
         with runtime.optimizer_patches():
             built = get_megatron_optimizer(
                 _config(spec, model.config.params_dtype),
-                [model],
+                list(wrapped),
                 config_overrides=_overrides({p: self._settings[entry] for p, entry in made_of.items()}),
                 use_gloo_process_groups=False,
             )

@@ -17,6 +17,8 @@ class LayoutSpec(Spec):
     """Tensor-parallel ranks."""
     pp: PositiveInt = 1
     """Pipeline-parallel stages."""
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages on each pipeline-parallel rank: an interleaved schedule, in which ranks wait less and send more."""
     cp: PositiveInt = 1
     """Context-parallel ranks: each has 1 / cp of every sequence, and for attention 1 / cp of the heads of the whole one."""
     dp: PositiveInt = 1
@@ -36,6 +38,10 @@ class LayoutSpec(Spec):
             raise ValueError(
                 "`sp` shares sequences among the tensor-parallel ranks, and `tp` is 1; leave it out, or raise `tp`"
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                "`vpp` gives each pipeline-parallel rank several stages, and `pp` is 1; leave it out, or raise `pp`"
+            )
         if self.stage_ranks % (self.ep * self.expert_tp):
             raise ValueError(
                 f"`ep` * `etp` is {self.ep} * {self.expert_tp}, which does not divide `dp` * `cp` * `tp` ({self.dp} * {self.cp} * {self.tp}); "
@@ -47,6 +53,11 @@ class LayoutSpec(Spec):
     def ranks(self) -> int:
         """All of them."""
         return self.pp * self.stage_ranks
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages; stage s is on pipeline-parallel rank s % pp."""
+        return self.pp * self.vpp
 
     @property
     def stage_ranks(self) -> int:
@@ -83,12 +94,18 @@ class Fp8Spec(Spec):
 
 
 class RouterSpec(Spec):
-    """Losses that a model with experts adds to each training step, for every row and layer alike."""
+    """How a model with experts is trained: losses that it adds to each step, for every row and layer alike, and which experts are chosen."""
 
     balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the loss that is least when a row's tokens use all experts alike (DeepSeek-V3, arXiv 2412.19437)."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the squared log-normaliser of the router's logits (ST-MoE, arXiv 2202.08906)."""
+    replay: Literal["none", "first_pass"] = "none"
+    """`first_pass`: the updates of an `rl` step choose the experts that the pass before them chose, so that a ratio of probabilities compares
+    the same experts; their weights are the router's of the moment. Steps with a single update have no such pass (cf. arXiv 2510.11370)."""
+
+
+Module = Literal["core_attn", "mlp", "moe"]
 
 
 class RecomputeSpec(Spec):
@@ -98,7 +115,7 @@ class RecomputeSpec(Spec):
     """`full`: all of a layer but its input; `selective`: the activations inside some modules."""
     layers: PositiveInt | None = None
     """With `full`: this many layers of every pipeline stage, from its start; default: all."""
-    modules: Annotated[tuple[Literal["core_attn", "mlp", "moe"], ...], Field(min_length=1)] = ("core_attn",)
+    modules: Annotated[tuple[Module, ...], Field(min_length=1)] = ("core_attn",)
     """With `selective`: the attention between the projections, the feed-forward layer, the layer of experts."""
 
     @model_validator(mode="after")
@@ -196,6 +213,10 @@ class PolicySpec(Spec):
             return self
         if self.lora is not None:
             raise ValueError("`lora` and `adapter` are both given; leave one of them out")
+        if self.router.replay != "none":
+            raise ValueError(
+                "`router.replay` keeps the experts of a row's own tokens, and `adapter` puts virtual ones before them; leave one of them out"
+            )
         if isinstance(self.adapter, PrefixTuningSpec) and self.router != RouterSpec():
             raise ValueError(
                 "`router` has losses, but routers see virtual tokens that `adapter: prefix_tuning` gives no hidden states; leave one of them out"

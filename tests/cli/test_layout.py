@@ -50,7 +50,12 @@ def test_a_folder_and_its_config_json_are_models_too(tmp_path: Path) -> None:
         (("nothing", "--gpus", "8"), "known names are llama-3.1-8b"),
         (("llama-3.1-8b", "--gpus", "8", "--tp", "3"), "tp 3 does not divide the 8 GPUs"),
         (("llama-3.1-8b", "--gpus", "6", "--tp", "3"), "does not divide the model's heads (32)"),
-        (("llama-3.1-8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--cp", "1"), "nearest that fit: {"),
+        (
+            ("llama-3.1-8b", "--gpus", "8", "--tp", "1", "--cp", "1", "--pp", "1", "--recompute", "none"),
+            "nearest that fit",
+        ),
+        (("llama-3.1-8b", "--gpus", "8", "--recompute", "full:0"), "full:N with N layers"),
+        (("llama-3.1-8b", "--gpus", "8", "--recompute", "norms"), "core_attn,mlp,moe"),
     ],
 )
 def test_a_mistake_is_a_message_and_exit_code_2(arguments: tuple[str, ...], why: str) -> None:
@@ -61,11 +66,20 @@ def test_a_mistake_is_a_message_and_exit_code_2(arguments: tuple[str, ...], why:
 
 
 def test_json_of_a_mistake_has_the_problem_and_the_nearest_layouts() -> None:
-    done = nrl("layout", "llama-3.1-8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--cp", "1", "--json")
+    done = nrl(
+        "layout", "llama-3.1-8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--cp", "1", "--recompute", "none", "--json"
+    )
     assert done.returncode == 2
     found = json.loads(done.stdout)
     assert found["ok"] is False and "GiB a GPU" in found["problem"]
     assert all(entry["bytes"]["total"] < 72 * 2**30 for entry in found["nearest"])
+
+
+def test_a_plan_that_computes_activations_again_says_why_and_writes_it_into_the_policy_block() -> None:
+    done = nrl("layout", "llama-3.1-8b", "--gpus", "2")
+    assert done.returncode == 0, done.stderr
+    assert "None fits unless activations are computed again" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("micro_batch_tokens: 16384, recompute: {kind: full}}")
 
 
 def test_planning_imports_nothing_heavy() -> None:

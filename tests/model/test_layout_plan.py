@@ -9,9 +9,10 @@ import pytest
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.known_shapes import KNOWN_SHAPES
 from nemo_rl_like.model.layout_plan import NoLayout, Question, plan
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec
 
 EIGHT = Question(KNOWN_SHAPES["llama-3.1-8b"], 8)
+KEPT = replace(EIGHT, recompute=None)
 SEVENTY = Question(KNOWN_SHAPES["llama-3.1-70b"], 64, micro_batch_tokens=4096)
 MIXTURE = Question(KNOWN_SHAPES["qwen3-235b-a22b"], 128, micro_batch_tokens=4096)
 
@@ -45,7 +46,7 @@ def test_smaller_gpus_need_more_model_parallelism() -> None:
 
 def test_context_parallelism_makes_long_micro_batches_fit() -> None:
     """32768 tokens with tp 2 on 8 GPUs: not with all the rest in dp or pp, but with it in cp, which cuts activations alone."""
-    long = replace(EIGHT, micro_batch_tokens=32768)
+    long = replace(KEPT, micro_batch_tokens=32768)
     with pytest.raises(NoLayout, match="nearest that fit: .*cp: 2"):
         plan(long, {"tp": 2, "cp": 1})
     (fitting,) = plan(long, {"tp": 2, "pp": 1})
@@ -56,9 +57,16 @@ def test_context_parallelism_makes_long_micro_batches_fit() -> None:
 
 
 def test_the_bubble_is_that_of_the_pipeline_schedule() -> None:
-    (planned, *_) = plan(EIGHT, {"tp": 2, "pp": 4})
-    assert planned.micro_batches == (1 << 20) // 16384
-    assert planned.bubble == pytest.approx(3 / (64 + 3))
+    for vpp in (1, 2):
+        (planned, *_) = plan(EIGHT, {"tp": 2, "pp": 4, "vpp": vpp})
+        assert planned.micro_batches == (1 << 20) // 16384
+        assert planned.bubble == pytest.approx(3 / (vpp * 64 + 3))
+
+
+def test_stages_are_interleaved_where_layers_divide_and_micro_batches_go_round_the_ranks() -> None:
+    assert {p.layout.vpp for p in plan(EIGHT, {"pp": 2})} == {1, 2, 4}
+    few = replace(EIGHT, step_tokens=16384)
+    assert {p.layout.vpp for p in plan(few, {"pp": 2})} == {1}
 
 
 def test_sizes_asked_for_are_kept() -> None:
@@ -71,18 +79,43 @@ def test_what_does_not_fit_says_what_it_needs_and_what_comes_nearest() -> None:
     with pytest.raises(
         NoLayout, match=r"needs .* GiB a GPU \(parameters 15.0, gradients 29.9, .* and has 72.0"
     ) as caught:
-        plan(EIGHT, {"tp": 1, "pp": 1, "cp": 1})
+        plan(KEPT, {"tp": 1, "pp": 1, "cp": 1})
     assert "it fits with --micro-batch-tokens" in caught.value.problem
-    assert caught.value.nearest[0].layout in {planned.layout for planned in plan(EIGHT, {})}
+    assert caught.value.nearest[0].layout in {planned.layout for planned in plan(KEPT, {})}
 
 
-def test_the_smaller_micro_batch_that_it_names_does_fit() -> None:
+@pytest.mark.parametrize("question", [KEPT, replace(EIGHT, micro_batch_tokens=1 << 18)])
+def test_the_smaller_micro_batch_that_it_names_does_fit(question: Question) -> None:
     with pytest.raises(NoLayout) as caught:
-        plan(EIGHT, {"tp": 1, "pp": 1, "cp": 1})
+        plan(question, {"tp": 1, "pp": 1, "cp": 1})
     tokens = int(caught.value.problem.rpartition(" ")[2])
-    assert plan(replace(EIGHT, micro_batch_tokens=tokens), {"tp": 1, "pp": 1, "cp": 1})
+    assert plan(replace(question, micro_batch_tokens=tokens), {"tp": 1, "pp": 1, "cp": 1})
     with pytest.raises(NoLayout):
-        plan(replace(EIGHT, micro_batch_tokens=2 * tokens), {"tp": 1, "pp": 1, "cp": 1})
+        plan(replace(question, micro_batch_tokens=2 * tokens), {"tp": 1, "pp": 1, "cp": 1})
+
+
+def test_layers_are_computed_again_only_where_no_layout_fits_without_and_then_as_few_as_fit() -> None:
+    assert all(planned.recompute is None for planned in plan(EIGHT, {}))
+    crowded = replace(EIGHT, gpus=4, micro_batch_tokens=65536)
+    with pytest.raises(NoLayout):
+        plan(replace(crowded, recompute=None), {})
+    found = plan(crowded, {})
+    shares = []
+    for planned in found:
+        again, layers = planned.again
+        assert planned.fits and again > 0 and f"{again} of {layers} layers computed again" in planned.reasons
+        for fewer in range(1, again):
+            kept = crowded.training(planned.layout, RecomputeSpec(layers=fewer)).peak(planned.layout)
+            assert kept.total > crowded.usable
+        shares.append(again / layers)
+    assert shares == sorted(shares)
+
+
+def test_the_recomputation_asked_for_is_that_of_every_layout() -> None:
+    experts = RecomputeSpec(kind="selective", modules=("moe",))
+    kept, again = (plan(replace(MIXTURE, recompute=each), {}) for each in (None, experts))
+    assert {planned.recompute for planned in again} == {experts}
+    assert {planned.layout for planned in kept} < {planned.layout for planned in again}
 
 
 @pytest.mark.parametrize(

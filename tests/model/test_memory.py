@@ -12,14 +12,14 @@ from nemo_rl_like.model.activations import Activations, HeadShape, MicroBatchSha
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.known_shapes import KNOWN_SHAPES
 from nemo_rl_like.model.memory import Dtype, Memory, Training, parameter_buffers
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, Module, RecomputeSpec
 
 LLAMA, QWEN = KNOWN_SHAPES["llama-3.1-8b"], KNOWN_SHAPES["qwen3-235b-a22b"]
 ROWS = MicroBatchShape.packed(4096, 1024)
 
 
-def memory(layout: LayoutSpec, dtype: Dtype = "bfloat16", stage: int = 0, micro_batches: int = 8) -> Memory:
-    return Training(LLAMA, dtype, ROWS, micro_batches).memory(layout, stage)
+def memory(layout: LayoutSpec, dtype: Dtype = "bfloat16", rank: int = 0, micro_batches: int = 8) -> Memory:
+    return Training(LLAMA, dtype, ROWS, micro_batches).memory(layout, rank)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,22 @@ def test_experts_are_shared_by_ep_and_etp_and_their_state_by_the_ranks_that_hold
 
 def test_an_earlier_stage_keeps_more_micro_batches_but_never_more_than_there_are() -> None:
     layout = LayoutSpec(pp=4)
-    first, second = (memory(layout, stage=stage) for stage in (0, 1))
+    first, second = (memory(layout, rank=rank) for rank in (0, 1))
     assert first.activations * 3 == second.activations * 4
     assert memory(layout, micro_batches=2).activations * 2 == first.activations
 
 
+def test_an_interleaved_pipeline_holds_a_round_of_the_ranks_for_each_stage_but_one() -> None:
+    plain, interleaved = memory(LayoutSpec(pp=4)), memory(LayoutSpec(pp=4, vpp=2))
+    assert interleaved.parameters == plain.parameters
+    # 2 * 3 + 4 + 1 passes of half the layers, against 4 of all of them.
+    assert interleaved.activations == pytest.approx(plain.activations * 11 / 8, rel=0.1)
+    assert memory(LayoutSpec(pp=4, vpp=2), micro_batches=4).activations < interleaved.activations
+
+
 def test_the_head_is_on_the_last_stage_and_grows_with_its_chunks() -> None:
     layout = LayoutSpec(pp=4)
-    assert memory(layout, stage=0).head == 0
+    assert memory(layout, rank=0).head == 0
     small, large = (
         Training(LLAMA, "bfloat16", ROWS, 8, HeadShape(chunk)).memory(layout, 3).head for chunk in (256, 4096)
     )
@@ -86,6 +94,34 @@ def test_the_head_is_on_the_last_stage_and_grows_with_its_chunks() -> None:
 def test_transformer_engines_layers_keep_more_of_swiglu_than_this_packages() -> None:
     ours, theirs = (Activations(LLAMA, LayoutSpec(), ROWS, 2, layers) for layers in ("local", "transformer_engine"))
     assert theirs.feed_forward() * 3 == ours.feed_forward() * 5
+
+
+def test_a_layer_computed_again_keeps_its_input_and_one_of_them_is_whole_at_a_time() -> None:
+    plain, half, full = (
+        Activations(LLAMA, LayoutSpec(), ROWS, 2, recompute=recompute)
+        for recompute in (None, RecomputeSpec(layers=16), RecomputeSpec())
+    )
+    stream = ROWS.tokens * LLAMA.hidden_size * 2
+    assert plain.kept(0) - half.kept(0) == 16 * (plain.layer() - stream)
+    assert plain.kept(0) - full.kept(0) == 32 * (plain.layer() - stream)
+    assert full.widest(0) >= plain.layer() - stream
+
+
+@pytest.mark.parametrize(("config", "module", "other"), [(LLAMA, "mlp", "moe"), (QWEN, "moe", "mlp")])
+def test_a_module_computed_again_keeps_its_input_alone(config: ModelConfig, module: Module, other: Module) -> None:
+    plain, inside, lacking = (
+        Activations(config, LayoutSpec(), ROWS, 2, recompute=recompute)
+        for recompute in (None, *(RecomputeSpec(kind="selective", modules=(name,)) for name in (module, other)))
+    )
+    assert plain.layer() - inside.layer() == plain.feed_forward() and lacking.layer() == plain.layer()
+
+
+def test_fused_attention_computed_again_on_a_gpu_saves_nothing() -> None:
+    plain, again = (
+        Activations(LLAMA, LayoutSpec(), ROWS, 2, "transformer_engine", recompute=recompute)
+        for recompute in (None, RecomputeSpec(kind="selective"))
+    )
+    assert again.layer() >= plain.layer()
 
 
 @pytest.mark.parametrize(

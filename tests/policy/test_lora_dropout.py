@@ -33,7 +33,7 @@ ONE_RANK = (
 TWO_RANKS = (
     PolicySpec(lora=LORA, layout=LayoutSpec(dp=2), micro_batch_tokens=24),
     PolicySpec(lora=LORA, layout=LayoutSpec(tp=2, sp=True), recompute=RecomputeSpec()),
-    PolicySpec(lora=LORA, layout=LayoutSpec(pp=2), rows="packed", micro_batch_tokens=12, recompute=MLP),
+    PolicySpec(lora=LORA, layout=LayoutSpec(pp=2, vpp=2), rows="packed", micro_batch_tokens=12, recompute=MLP),
     PolicySpec(lora=LORA, layout=LayoutSpec(cp=2), rows="padded", micro_batch_tokens=40),
 )
 FOUR_RANKS = (

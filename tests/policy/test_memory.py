@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp2": LayoutSpec(tp=2),
     "tp2 sp": LayoutSpec(tp=2, sp=True),
     "pp2": LayoutSpec(pp=2),
+    "pp2 vpp2": LayoutSpec(pp=2, vpp=2),
     "cp2": LayoutSpec(cp=2),
 }
 EXPERT_LAYOUTS = {
@@ -32,6 +33,12 @@ EXPERT_LAYOUTS = {
     "cp2 ep2": LayoutSpec(cp=2, ep=2),
     "tp2 sp": LayoutSpec(tp=2, sp=True),
     "tp2 sp ep2 etp1": LayoutSpec(tp=2, sp=True, ep=2, etp=1),
+}
+RECOMPUTED = {
+    "llama, tp2 sp, recomputed": ("llama, recompute", LayoutSpec(tp=2, sp=True)),
+    "llama, pp2, recomputed": ("llama, recompute", LayoutSpec(pp=2)),
+    "llama, cp2, core_attn recomputed": ("llama, recompute core_attn", LayoutSpec(cp=2)),
+    "experts, ep2, recomputed": ("qwen3_moe, recompute", LayoutSpec(dp=2, ep=2)),
 }
 LONGER = {"prompt": 56, "response": 200, "micro_batch_tokens": 512}
 """Longer rows: activations must outweigh the copies of its buffers that gloo makes to sum them."""
@@ -93,23 +100,24 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
     """Both ranks of every layout, in one start."""
     cases = {f"llama, {name}": ("llama, micro-batches of two rows", at) for name, at in LAYOUTS.items()}
     cases |= {f"experts, {name}": ("qwen3_moe, micro-batches of two rows", at) for name, at in EXPERT_LAYOUTS.items()}
+    cases |= RECOMPUTED
     longer = {name: (base, LONGER | {"layout": layout}) for name, (base, layout) in cases.items()}
     return run_ranks(compared, 2, tmp_path_factory.mktemp("ranks"), longer, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_of_a_layout_holds_what_is_estimated(layout: str, two_ranks: Any) -> None:
-    for entry in two_ranks[f"llama, {layout}"]:
+@pytest.mark.parametrize("case", [f"llama, {name}" for name in LAYOUTS] + [*RECOMPUTED][:-1])
+def test_every_rank_of_a_layout_holds_what_is_estimated(case: str, two_ranks: Any) -> None:
+    for entry in two_ranks[case]:
         for part in PARTS:
             assert abs(entry["estimated_over_measured"][part] - 1) <= RANKS_TOLERANCE, (part, entry)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_ranks_with_experts_hold_what_is_estimated_on_average(layout: str, two_ranks: Any) -> None:
+@pytest.mark.parametrize("case", [f"experts, {name}" for name in EXPERT_LAYOUTS] + [*RECOMPUTED][-1:])
+def test_ranks_with_experts_hold_what_is_estimated_on_average(case: str, two_ranks: Any) -> None:
     """A rank whose experts are chosen more often than others holds more, which no estimate can know."""
-    ranks = two_ranks[f"experts, {layout}"]
+    ranks = two_ranks[case]
     for part in PARTS:
         estimated, measured = (sum(entry[kind][part] for entry in ranks) for kind in ("estimated", "measured"))
         assert abs(estimated / measured - 1) <= RANKS_TOLERANCE, (part, ranks)

@@ -32,7 +32,7 @@ ONE_RANK = (
     PolicySpec(adapter=TUNED, rows="packed", micro_batch_tokens=24),
     PolicySpec(adapter=TUNED, rows="padded", micro_batch_tokens=60),
 )
-TWO_RANKS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2), LayoutSpec(pp=2))
+TWO_RANKS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2), LayoutSpec(pp=2, vpp=2))
 
 
 @pytest.fixture(scope="module")

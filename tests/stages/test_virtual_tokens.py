@@ -87,6 +87,10 @@ PROMPT = {"kind": "prompt_tuning"}
         ({"layout": {"pp": 2}, "adapter": PROMPT}, "`layout.pp` is 2, but with `adapter: prompt_tuning`"),
         ({"adapter": {**PROMPT, "tokens": 0}}, "greater than 0"),
         (
+            {"adapter": PROMPT, "router": {"replay": "first_pass"}},
+            "`router.replay` keeps the experts of a row's own tokens",
+        ),
+        (
             {"adapter": {"kind": "prefix_tuning"}, "router": {"z_loss": 0.1}},
             "`router` has losses, but routers see virtual tokens",
         ),

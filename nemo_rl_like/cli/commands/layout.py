@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import typer
+from pydantic import ValidationError
 
+from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.model.known_shapes import shape_of
 from nemo_rl_like.model.layout_plan import GIB, RESERVED, NoLayout, Planned, Question, named, plan
+from nemo_rl_like.spec.policy import RecomputeSpec
 
 _SHOWN = 8
 """Layouts of the table; --json has all."""
@@ -19,10 +23,35 @@ _PLANNED = "planned by arithmetic, not run"
 
 
 def question(
-    model: str, gpus: int, gpu_memory: float, gpus_per_node: int, micro_batch_tokens: int, step_tokens: int
+    model: str,
+    gpus: int,
+    gpu_memory: float,
+    gpus_per_node: int,
+    micro_batch_tokens: int,
+    step_tokens: int,
+    recompute: str,
 ) -> Question:
-    """What the command line asks."""
-    return Question(shape_of(model), gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens)
+    """What the command line asks. Raises InputError."""
+    again = recompute_of(recompute)
+    return Question(shape_of(model), gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens, again)
+
+
+def recompute_of(text: str) -> RecomputeSpec | Literal["auto"] | None:
+    """What --recompute asks for. Raises InputError."""
+    if text == "auto":
+        return "auto"
+    if text == "none":
+        return None
+    kind, _, layers = text.partition(":")
+    fields: dict[str, JSON] = {"kind": "selective", "modules": text.split(",")}
+    if kind == "full":
+        fields = {"layers": layers} if layers else {}
+    try:
+        return RecomputeSpec.model_validate(fields)
+    except ValidationError as error:
+        raise InputError(
+            f"--recompute is {text!r}; use auto, none, full, full:N with N layers, or modules of core_attn,mlp,moe"
+        ) from error
 
 
 def layout(model: str, question: Question, asked: Mapping[str, int], *, as_json: bool) -> bool:
@@ -59,8 +88,9 @@ def _header(model: str, question: Question) -> dict[str, JSON]:
 def _as_json(planned: Planned) -> dict[str, JSON]:
     return {
         "layout": planned.layout.model_dump(),
+        "recompute": None if planned.recompute is None else planned.recompute.model_dump(mode="json"),
         "bytes": {**planned.memory.parts, "total": planned.memory.total},
-        "stage": planned.memory.stage,
+        "pipeline_rank": planned.memory.rank,
         "micro_batches": planned.micro_batches,
         "bubble": round(planned.bubble, 4),
         "reasons": list(planned.reasons),
@@ -74,13 +104,28 @@ def _print(model: str, question: Question, found: Sequence[Planned]) -> None:
         f"{RESERVED:.0%} of the memory is left alone.\n"
         "GiB of the fullest rank; the least tp * cp * pp first, for it communicates least.\n"
     )
+    if question.recompute == "auto" and found[0].recompute is not None:
+        typer.echo(
+            "None fits unless activations are computed again: each computes the fewest layers again with which it fits,\n"
+            "and the smallest share of layers comes first.\n"
+        )
     columns = [*_sizes(found[0]), "peak", *found[0].memory.parts]
     typer.echo("".join(f"{name:>{max(_WIDTH, len(name) + 2)}}" for name in columns) + "  why")
     for planned in found[:_SHOWN]:
         typer.echo(_line(planned))
     if len(found) > _SHOWN:
         typer.echo(f"and {len(found) - _SHOWN} more (--json)")
-    typer.echo(f"\npolicy: {{layout: {named(found[0].layout)}, micro_batch_tokens: {question.micro_batch_tokens}}}")
+    again = "" if found[0].recompute is None else f", recompute: {_spec_of(found[0].recompute)}"
+    typer.echo(
+        f"\npolicy: {{layout: {named(found[0].layout)}, micro_batch_tokens: {question.micro_batch_tokens}{again}}}"
+    )
+
+
+def _spec_of(recompute: RecomputeSpec) -> str:
+    """As a spec writes it."""
+    if recompute.kind == "selective":
+        return f"{{kind: selective, modules: [{', '.join(recompute.modules)}]}}"
+    return "{kind: full}" if recompute.layers is None else f"{{layers: {recompute.layers}}}"
 
 
 def _line(planned: Planned) -> str:
@@ -94,7 +139,7 @@ def _line(planned: Planned) -> str:
 def _sizes(planned: Planned) -> dict[str, str]:
     """The layout's columns; a dense model has none for experts."""
     spec = planned.layout
-    sizes = {"tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "dp": spec.dp}
+    sizes = {"tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "vpp": spec.vpp, "dp": spec.dp}
     if planned.question.config.experts is not None:
         sizes |= {"ep": spec.ep, "etp": spec.expert_tp}
     return {**{name: str(size) for name, size in sizes.items()}, "sp": "yes" if spec.sp else "no"}
