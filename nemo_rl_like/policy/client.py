@@ -37,6 +37,8 @@ class Policy:
     service: str = POLICY
     adapted: bool = False
     """Whether adapters alone are trained."""
+    virtual_tokens: int = 0
+    """Places of the context that are taken before each row."""
 
     @classmethod
     def start(
@@ -58,7 +60,8 @@ class Policy:
         `adapter_seed`: of the new adapters of `spec.lora` or `spec.adapter`, which alone are trained; None: the whole model, whatever the spec says.
         """
         adapted = adapter_seed is not None and spec.adapted
-        policy = cls(cls.start_ranks(session, spec, name), name, adapted)
+        virtual = spec.virtual_tokens if adapted else 0
+        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual)
         policy.host(
             folder,
             spec,
