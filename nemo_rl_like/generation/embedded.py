@@ -72,7 +72,8 @@ class EmbeddedEngine:
     """
 
     def __init__(self, context: RankContext, *, model_handle: MegatronModel, engine: EngineSpec) -> None:
-        limit = model_handle.shape.max_positions
+        before = () if model_handle.virtual_tokens is None else model_handle.virtual_tokens.ids
+        limit = model_handle.shape.max_positions - len(before)
         self._max_context = min(engine.max_context or limit, limit)
         self._max_rows = engine.max_batch_rows
         self._models: tuple[MegatronModel, ...] = (model_handle,)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemo_rl_like.model.context import ContextRanks
+from nemo_rl_like.model.dropout import TokenKeys
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.row_places import RowPairs
 
@@ -93,6 +94,14 @@ def without_padding(
     return functional.pad(out, (0, 0, 0, 0, 0, padding))
 
 
+class PrefixedKeys(Protocol):
+    """What stands in the place of some tokens' keys and values; see `prefix.PrefixCall`."""
+
+    def replaced(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """[s, b, kv_heads, d] each, keys rotated, of a layer by its number."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """What one forward pass hands to every layer's core attention, in the place of Megatron's `PackedSeqParams`."""
@@ -107,12 +116,20 @@ class AttentionCall:
     """Which of this rank's tokens are a row's, where routers balance rows."""
     context: ContextRanks | None = None
     """The ranks that each have a part of the sequences; None: this one has them whole."""
+    token_keys: TokenKeys | None = None
+    """Of this rank's tokens, where adapters have dropout."""
+    prefixed: PrefixedKeys | None = None
+    """Learned keys and values, where there are any."""
     qkv_format: str = "sbhd"
     """Read by Megatron: keep [s, b, heads, d], do not flatten."""
 
     def rotary_for(self, scores: Scores) -> Rotary:
         """Of a layer with these scores."""
         return self.rotary if self.window_rotary is None or scores.window is None else self.window_rotary
+
+    def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer attends to, of what it computed: [s, b, kv_heads, d] each, keys rotated."""
+        return (key, value) if self.prefixed is None else self.prefixed.replaced(layer, key, value)
 
     def attend(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor

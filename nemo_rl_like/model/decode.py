@@ -293,6 +293,7 @@ class Decoder:
 
         Returns the state of sum(samples) rows, sorted by prompt, and float32 [G, V] logits of each prompt's next token.
         """
+        prompts = [(*self._before, *prompt) for prompt in prompts]
         lengths = torch.tensor([len(p) for p in prompts], device=self._device)
         state = DecodeState(lengths, torch.repeat_interleave(torch.tensor(samples)).to(self._device))
         logits: Tensor | None = None
@@ -321,16 +322,22 @@ class Decoder:
     def score(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
         """float32 [sum(len - 1)] log-probs (temperature 1) of every token but each row's first, rows end to end."""
         found: dict[int, Tensor] = {}
-        for part in _passes([len(row) for row in rows]):
-            starts, hidden, _ = self._run_rows([rows[i] for i in part])
+        before = self._before
+        for part in _passes([len(before) + len(row) for row in rows]):
+            starts, hidden, _ = self._run_rows([(*before, *rows[i]) for i in part])
             if hidden is None:
                 continue
             for start, i in zip(starts, part, strict=True):
                 targets = torch.tensor(list(rows[i][1:]), dtype=torch.int64, device=self._device)
-                mine = hidden[start : start + len(rows[i]) - 1]
+                mine = hidden[start + len(before) : start + len(before) + len(rows[i]) - 1]
                 out = token_logprobs(mine, self._head(), targets, temperature=1.0, chunk_tokens=_SCORE_CHUNK)
                 found[i] = out.logprobs
         return torch.cat([found[i] for i in range(len(rows))]) if self.is_last_stage else None
+
+    @torch.inference_mode()
+    def keys_and_values(self, row: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of the row's tokens, [tokens, kv_heads, d] each, by number of this stage's layers; this rank's heads, keys rotated."""
+        return self._run_rows([row])[2]
 
     def from_last_stage(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The last pipeline stage's `tensor`, on every stage."""
@@ -339,6 +346,11 @@ class Decoder:
         shared = tensor.contiguous() if tensor is not None else torch.empty(shape, dtype=dtype, device=self._device)
         dist.broadcast(shared, parallel_state.get_pipeline_model_parallel_last_rank(), group=self._group)
         return shared
+
+    @property
+    def _before(self) -> tuple[int, ...]:
+        """Virtual tokens before each row."""
+        return () if self._model.virtual_tokens is None else self._model.virtual_tokens.ids
 
     def _head(self) -> OutputHead:
         return output_head(self._model)

@@ -10,14 +10,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, Rotary, rotary_of
+from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, PrefixedKeys, Rotary, rotary_of
 from nemo_rl_like.model.context import ContextRanks
+from nemo_rl_like.model.dropout import TokenKeys
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import (
@@ -41,6 +42,27 @@ LayerSpecs: TypeAlias = ModuleSpec | TransformerBlockSubmodules
 def fp8_alignment(recipe: str) -> int:
     """What sizes of FP8 matrix products are multiples of: of 16, or of the 32 values of an MXFP8 block."""
     return 32 if recipe == "mxfp8" else 16
+
+
+class BeforeRows(Protocol):
+    """Virtual tokens before each row; see `virtual_tokens.VirtualIds`."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What stands before each row."""
+        ...
+
+    def in_vocabulary(self, ids: Tensor) -> Tensor:
+        """The ids with some real token in the place of these."""
+        ...
+
+    def call(self, ids: Tensor) -> PrefixedKeys | None:
+        """What a pass over this rank's ids [b, s] shows every layer."""
+        ...
+
+    def __call__(self, embedded: Tensor, ids: Tensor) -> Tensor:
+        """Embeddings of ids [b, s], right at these tokens too."""
+        ...
 
 
 class PipelineStage(GPTModel):
@@ -84,6 +106,7 @@ class PipelineStage(GPTModel):
             self.decoder.config = undrawn
             if pre_process:
                 self.embedding.config = undrawn
+        self.virtual_tokens: BeforeRows | None = None
         self.context = ContextRanks.of_layout()
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
@@ -99,7 +122,11 @@ class PipelineStage(GPTModel):
         """Hidden states [M, H] that predict the micro-batch's targets, with context parallelism those of `scored_here`; before the last
         stage, [message, 1, H] for the next one, of which the first are the pass's."""
         hidden = self._run(
-            micro_batch.input_ids, micro_batch.position_ids, micro_batch.attention, micro_batch.row_places
+            micro_batch.input_ids,
+            micro_batch.position_ids,
+            micro_batch.attention,
+            micro_batch.row_places,
+            micro_batch.token_keys,
         )
         if not self.post_process:
             return self._as_message(hidden)
@@ -125,21 +152,28 @@ class PipelineStage(GPTModel):
         """
         if self.context is not None:
             raise ValueError("with context parallelism a rank has parts of sequences; use `whole_sequences`")
-        hidden = self._run(input_ids, position_ids, layout, None)
+        hidden = self._run(input_ids, position_ids, layout)
         return hidden[: input_ids.shape[1]] if self.post_process else hidden
 
     def _run(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, row_places: RowPlaces | None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: AttentionLayout,
+        row_places: RowPlaces | None = None,
+        token_keys: Tensor | None = None,
     ) -> Tensor:
         padding = self._padding(input_ids.shape)
         rows = None
         if self.watch is not None:
             rows = self.watch.pairs(row_places, input_ids.shape, input_ids.shape[1] + padding, self.context)
+        keys = None if token_keys is None else self._keys(functional.pad(token_keys, (0, padding)))
         if padding:
             input_ids, position_ids = (functional.pad(x, (0, padding)) for x in (input_ids, position_ids))
         if self.context is not None:
             input_ids, position_ids = self.context.part(input_ids), self.context.part(position_ids)
         embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
+        prefixed = None if self.virtual_tokens is None else self.virtual_tokens.call(input_ids)
         if not self.pre_process and self.message is not None:
             received, places = self.decoder.input_tensor, input_ids.numel() // self._shared_by
             self.decoder.set_input_tensor(received[:places].view(-1, input_ids.shape[0], received.shape[2]))
@@ -148,7 +182,7 @@ class PipelineStage(GPTModel):
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            packed_seq_params=AttentionCall(layout, rotary, window_rotary, padding, rows, self.context),
+            packed_seq_params=AttentionCall(layout, rotary, window_rotary, padding, rows, self.context, keys, prefixed),
         )
         if self.post_process and self.config.sequence_parallel:
             # The heads' gradients are whole on every rank, so the backward only cuts them.
@@ -166,12 +200,24 @@ class PipelineStage(GPTModel):
         return rotary, rotary_of(position_ids, self._window_frequencies, self.dtype)
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        virtual = self.virtual_tokens
+        ids = input_ids if virtual is None else virtual.in_vocabulary(input_ids)
+        embedded: Tensor = self.embedding(input_ids=ids, position_ids=position_ids)
+        if virtual is not None:
+            embedded = virtual(embedded, input_ids)
         if self.shape.traits.scaled_embeddings:  # the factor is rounded to the embeddings' type, as in transformers
             embedded = embedded * embedded.new_tensor(math.sqrt(self.shape.hidden_size))
         if self.config.recompute_granularity is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # Megatron finds no gradients inside what it recomputes unless an input has one
         return embedded
+
+    def _keys(self, token_keys: Tensor) -> TokenKeys:
+        """Those of this rank's tokens, of all [b, s]."""
+        own = (token_keys if self.context is None else self.context.part(token_keys)).t()
+        if not self.config.sequence_parallel:
+            return TokenKeys(own, own)
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return TokenKeys(own, own.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()])
 
     def be_watched(self, watch: RouterWatch) -> None:
         """Let `watch` see what its routers choose."""
@@ -275,6 +321,16 @@ class MegatronModel(nn.Module):
         """All layers of this rank."""
         for stage in self.stages:
             yield from stage.decoder.layers
+
+    @property
+    def virtual_tokens(self) -> BeforeRows | None:
+        """What stands before each row; None: nothing does."""
+        return self.first.virtual_tokens
+
+    def put_before_rows(self, tokens: BeforeRows) -> None:
+        """Have virtual tokens from now on."""
+        for stage in self.stages:
+            stage.virtual_tokens = tokens
 
     @property
     def context(self) -> ContextRanks | None:

@@ -52,6 +52,8 @@ class MicroBatch:
     """int64 [M]"""
     row_places: RowPlaces | None = None
     """Where each row's tokens are, if it was asked for."""
+    token_keys: Tensor | None = None
+    """int32 [b, s] each token's, where adapters have dropout; see `dropout.token_keys`."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """The same micro-batch on `device`, for activations of `dtype`."""
@@ -64,6 +66,7 @@ class MicroBatch:
             targets=self.targets.to(device),
             source_index=self.source_index.to(device),
             row_places=None if self.row_places is None else self.row_places.to(device),
+            token_keys=None if self.token_keys is None else self.token_keys.to(device),
         )
 
 
@@ -104,6 +107,7 @@ def plan_microbatches(
     together: Tensor | None = None,
     pair_cost: float = 0.0,
     with_row_places: bool = False,
+    token_keys: Tensor | None = None,
 ) -> Passes:
     """This data-parallel rank's share of `rows` (the whole minibatch's), cut into passes of at most `token_budget` tokens.
 
@@ -111,9 +115,9 @@ def plan_microbatches(
     `attention_pair_cost`). Every rank gets the same number of micro-batches, at least one; a missing one is one token with M = 0. A row (or the part of
     a prompt's group that cannot be smaller) longer than the budget makes a pass of its own. Rows of one `prompt_id` stay together
     under `shared_prefix`, and rows of one number in `together` int64 [B] under any kind. The plan is a function of the arguments alone, so ranks need not talk.
-    `with_row_places` fills `MicroBatch.row_places`. Raises ValueError if rows of one `prompt_id` have different prompts.
+    `with_row_places` fills `MicroBatch.row_places`, `token_keys` int32 [N] its `token_keys`. Raises ValueError if rows of one `prompt_id` have different prompts.
     """
-    planner = _Planner(batch, rows, kind, token_budget, with_row_places)
+    planner = _Planner(batch, rows, kind, token_budget, with_row_places, token_keys)
     units = planner.units()
     if together is not None:
         units = _merged(units, together.tolist())
@@ -152,10 +156,16 @@ class _Planner:
     """Knows each row's input length, and lays rows out."""
 
     def __init__(
-        self, batch: TokenBatch, rows: Sequence[int], kind: Kind, token_budget: int, with_row_places: bool
+        self,
+        batch: TokenBatch,
+        rows: Sequence[int],
+        kind: Kind,
+        token_budget: int,
+        with_row_places: bool,
+        token_keys: Tensor | None,
     ) -> None:
         self._batch, self._kind, self._budget = batch, kind, token_budget
-        self._with_row_places = with_row_places
+        self._with_row_places, self._token_keys = with_row_places, token_keys
         self._trained = batch.loss_mask.nonzero().flatten()
         self._cuts = torch.searchsorted(self._trained, batch.cu_seqlens)
         self._start: list[int] = batch.cu_seqlens.tolist()
@@ -260,10 +270,11 @@ class _Planner:
         real = column < lengths[:, None]
         starts = torch.tensor([self._start[row] for row in rows])
         source = torch.where(real, starts[:, None] + column, torch.zeros_like(column))
-        input_ids = torch.where(real, self._batch.tokens[source], torch.zeros_like(source))
+        input_ids = torch.where(real, self._batch.tokens[source], 0)
         places = torch.arange(len(rows)) * width
         position_ids = column.expand(len(rows), -1).contiguous()
-        return self._micro_batch(rows, input_ids, position_ids, CausalLayout(), places, places + self._prompts(rows))
+        built = self._micro_batch(rows, input_ids, position_ids, CausalLayout(), places, places + self._prompts(rows))
+        return self._keyed(built, source)
 
     def _packed(self, rows: list[int]) -> MicroBatch:
         lengths = [self._length[row] for row in rows]
@@ -271,9 +282,9 @@ class _Planner:
         positions = _ranges([0] * len(rows), lengths)
         places = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
         layout = PackedLayout.of(lengths)
-        return self._micro_batch(
-            rows, self._batch.tokens[source][None], positions[None], layout, places, places + self._prompts(rows)
-        )
+        tokens = self._batch.tokens[source][None]
+        built = self._micro_batch(rows, tokens, positions[None], layout, places, places + self._prompts(rows))
+        return self._keyed(built, source[None])
 
     def _shared_prefix(self, units: list[_Unit]) -> MicroBatch:
         ordered = sorted(units, key=lambda unit: self._prompt[unit.rows[0]])
@@ -295,9 +306,15 @@ class _Planner:
             [part.rest_places + block.prompts.start for part, block in zip(parts, blocks, strict=True)]
         )
         layout = SharedPrefixLayout(tuple(blocks))
-        return self._micro_batch(
-            rows, self._batch.tokens[source][None], positions[None], layout, prompt_places, rest_places
-        )
+        tokens = self._batch.tokens[source][None]
+        built = self._micro_batch(rows, tokens, positions[None], layout, prompt_places, rest_places)
+        return self._keyed(built, source[None])
+
+    def _keyed(self, micro_batch: MicroBatch, source: Tensor) -> MicroBatch:
+        """With the keys of its tokens, which come from `source` [b, s] of the batch; padding has some token's."""
+        if self._token_keys is None:
+            return micro_batch
+        return replace(micro_batch, token_keys=self._token_keys[source])
 
     def _prompts(self, rows: list[int]) -> Tensor:
         return torch.tensor([self._prompt[row] for row in rows])

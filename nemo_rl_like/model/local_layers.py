@@ -6,7 +6,7 @@ DDP keeps for it, so that it is written once and not added a second time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,9 @@ def local_layer_spec(config: ModelConfig) -> ModuleSpec:
 class LocalLayer(TransformerLayer):
     """x + attention(norm(x)), then y + mlp(norm(y)); no dropout, no biases after the products."""
 
+    show_pass: Callable[[AttentionCall | None], None] | None = None
+    """Told which pass the feed-forward layer is computed for, also where it is computed again, after other passes."""
+
     def forward(
         self, hidden_states: Tensor, packed_seq_params: AttentionCall | None = None, **unused: object
     ) -> tuple[Tensor, None]:
@@ -78,10 +81,16 @@ class LocalLayer(TransformerLayer):
         )
         normed = self.pre_mlp_layernorm(middle)
         if self.recompute_mlp and torch.is_grad_enabled():
-            out = checkpoint(lambda x: self.mlp(x)[0], False, normed)
+            out = checkpoint(partial(self._again, packed_seq_params), False, normed)
         else:
             out = self.mlp(normed)[0]
         return middle + self.after_mlp(out), None
+
+    def _again(self, call: AttentionCall | None, normed: Tensor) -> Tensor:
+        if self.show_pass is not None:
+            self.show_pass(call)
+        out: Tensor = self.mlp(normed)[0]
+        return out
 
     def after_attention(self, attended: Tensor) -> Tensor:
         """What is added of attention's output [s, b, H]."""
@@ -129,6 +138,7 @@ class LocalSelfAttention(SelfAttention):
             raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
         call = packed_seq_params
         query, key, value = self._heads(hidden_states, call)
+        key, value = call.keys_and_values(self.layer_number, key, value)
         attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores))
         if self.checkpoint_core_attention and torch.is_grad_enabled():
             attended = checkpoint(attend, False, query, key, value)

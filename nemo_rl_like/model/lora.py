@@ -5,12 +5,12 @@ lengths | | are constants to the gradient.
 
 Each projection that a Hugging Face model has by itself (`q_proj`, `gate_proj`, ..) gets an A and a B of its own, also where Megatron computes
 several in one product, so that files are those of PEFT. Tensor parallelism cuts B by rows where it cuts W by rows, and A by columns where
-it cuts W by columns; the other of the two is whole on every rank and gets the same gradient there.
+it cuts W by columns; the other of the two is whole on every rank and gets the same gradient there. Every expert of a layer has adapters of
+its own, cut over the ranks that cut the expert.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +21,21 @@ from torch import Tensor, nn
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.attention import AttentionCall
+from nemo_rl_like.model.dropout import SiteDropout, TokenKeys, channel_keys
 from nemo_rl_like.model.forward import MegatronModel
-from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, QKV_PROJECTIONS, ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.lora_map import (
+    CUT_BY_COLUMNS,
+    LOCAL_EXPERTS,
+    NUMBERS,
+    PROJECTIONS,
+    AdapterMap,
+    FreshAdapters,
+    check_targets,
+    in_experts,
+    of_experts,
+)
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -30,16 +43,9 @@ from nemo_rl_like.model.mcore import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from nemo_rl_like.model.scratch import DrawnReader
-from nemo_rl_like.model.weight_entries import ADAPTER, Entry, Packing
-from nemo_rl_like.model.weight_map import WeightMap
+from nemo_rl_like.model.virtual_tokens import VirtualIds
+from nemo_rl_like.model.weight_entries import ADAPTER
 from nemo_rl_like.spec.policy import LoraSpec
-
-_ATTENTION = {"self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"), "self_attention.linear_proj": ("o_proj",)}
-_MLP = {"mlp.linear_fc1": ("gate_proj", "up_proj"), "mlp.linear_fc2": ("down_proj",)}
-PROJECTIONS: Mapping[str, tuple[str, ...]] = {**_ATTENTION, **_MLP}
-"""Hugging Face projections of each of Megatron's linear layers, in the order of its rows."""
-_CUT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
 
 
 class LowRank(nn.Module):
@@ -71,6 +77,9 @@ class Adapter(nn.Module):
         """Whether the layer's input (or, where it is cut by columns, its output) is this rank's part of the sequence."""
         self.held_lengths: Tensor | None = None
         """What `row_lengths` gives, while no weight changes."""
+        self.dropout: SiteDropout | None = None
+        """Of A's inputs, in training passes."""
+        self._tokens: Tensor | None = None
         self._of: Mapping[str, LowRank] = dict(parts)
         self._rows, self._scale, self._groups, self._by_columns = dict(rows), scale, groups, by_columns
         self.with_lengths = any(part.m is not None for part in parts.values())
@@ -138,9 +147,30 @@ class Adapter(nn.Module):
             if part is None:
                 deltas.append(x.new_zeros(*places, rows))
                 continue
-            inner = x @ part.a.t()
-            deltas.append(self._across_ranks(inner) @ part.b.t())
+            deltas.append(self._delta(name, part, x))
         return self._packed(deltas) * self._scale
+
+    def _delta(self, name: str, part: LowRank, x: Tensor) -> Tensor:
+        """B A x."""
+        return self._across_ranks(self._inner(name, part.a, x)) @ part.b.t()
+
+    def _inner(self, name: str, a: Tensor, x: Tensor) -> Tensor:
+        if self.dropout is None or self._tokens is None:
+            return x @ a.t()
+        return self.dropout.product(name, x, a, self._tokens)
+
+    def drop(self, share: float, layer: int) -> None:
+        """Have dropout in passes that are shown by keys."""
+        channels = {}
+        for name, part in self._of.items():
+            count = part.a.shape[1]
+            first = parallel_state.get_tensor_model_parallel_rank() * count if self._by_columns else 0
+            channels[name] = channel_keys(layer, NUMBERS[name], first, count, part.a.device)
+        self.dropout = SiteDropout(share, channels)
+
+    def show(self, keys: TokenKeys | None) -> None:
+        """Drop inputs of these tokens from now on; None: of no pass."""
+        self._tokens = None if keys is None else (keys.sequence if self._by_columns else keys.part)
 
     def share_sequences(self) -> None:
         """Work on parts of sequences. What is whole on every rank (A, or B behind columns) then sees a part only, and Megatron sums its gradient."""
@@ -182,52 +212,96 @@ class Adapter(nn.Module):
         return torch.cat([delta.unflatten(-1, (self._groups, -1)) for delta in deltas], dim=-1).flatten(-2)
 
 
+class ExpertAdapter(Adapter):
+    """The adapters of one linear layer of an expert.
+
+    What its ranks give, and what they say of their input's gradient, is summed outside, so each adds its part; what is whole on all of them
+    (A, or B behind columns) gets a gradient of all their parts.
+    """
+
+    def _delta(self, name: str, part: LowRank, x: Tensor) -> Tensor:
+        if self._by_columns:
+            return _SharedProduct.apply(x @ part.a.t(), part.b)
+        inner: Tensor = _SharedProduct.apply(x, part.a)
+        return inner @ part.b.t()
+
+
+class _SharedProduct(torch.autograd.Function):
+    """x W^T with W whole on the ranks that cut an expert: its gradient is summed over them, that of x is this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        to_weight = grad.t() @ x
+        group = parallel_state.get_expert_tensor_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(to_weight, group=group)
+        return grad @ weight, to_weight
+
+
 def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed: int) -> None:
     """Put adapters on the model and freeze all else. A is drawn from `seed`, the same at every layout, and B is zero, as in PEFT."""
     check_targets(config, lora)
+    _check_device(model, config, lora)
     model.requires_grad_(False)
     for layer in model.layers:
-        for path, projections in PROJECTIONS.items():
-            if not set(projections) & set(lora.targets):
+        for path, linear in _linears(layer, config):
+            if not set(PROJECTIONS[path]) & set(lora.targets):
                 continue
-            linear = layer.get_submodule(path)
             linear.lora = _adapter(linear.weight.shape[1], path, config, lora, model.dtype)
             linear.register_forward_hook(_add_delta)
-            if model.config.sequence_parallel:
+            if model.config.sequence_parallel and not isinstance(linear.lora, ExpertAdapter):
                 linear.lora.share_sequences()
+        if lora.dropout:
+            _drop_inputs(layer, lora.dropout)
     adapters = AdapterMap(config, lora)
     adapters.mark_shards(model)
-    adapters.load_hf(model, _FreshAdapters(adapters, seed))
+    adapters.load_hf(model, FreshAdapters(adapters, seed))
     if lora.dora:
         for _, linear in _adapted(model):
             linear.lora.start_lengths(linear.weight)
 
 
-def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
-    """Raise InputError for a projection that cannot have an adapter in this model."""
-    where = ""
-    without: set[str] = set()
-    if config.experts is not None:
-        without, where = set(FFN_PROJECTIONS), "in experts of a {family} model, and experts have no adapters"
-    elif config.traits.packed:
-        without = {*QKV_PROJECTIONS, "gate_proj", "up_proj"}
-        where = "parts of one matrix in the files of a {family} model, where PEFT has one adapter for all of them"
-    elif not config.traits.gated:
-        without, where = {"gate_proj"}, "not in a {family} model, whose feed-forward layers have no gate"
-    wrong = [name for name in lora.targets if name in without]
-    if wrong:
-        others = [name for name in config.projections if name not in without]
+def _check_device(model: MegatronModel, config: ModelConfig, lora: LoraSpec) -> None:
+    """Raise InputError for what Transformer Engine's layers lack: each expert by itself, and word of which pass is computed again."""
+    if not runtime.on_cuda():
+        return
+    found = in_experts(config, lora)
+    if found:
+        others = [name for name in config.projections if name not in found]
         raise InputError(
-            f"policy.lora.targets has {', '.join(wrong)}, which are {where.format(family=config.family)}; "
-            f"use targets: [{', '.join(others)}]"
+            f"policy.lora.targets has {', '.join(found)}, but on CUDA a rank's experts are computed in one product, which has no place for "
+            f"adapters; use targets: [{', '.join(others)}]"
         )
+    alone = model.config.recompute_granularity == "selective" and "mlp" in model.config.recompute_modules
+    if lora.dropout and alone:
+        raise InputError(
+            f"policy.lora.dropout is {lora.dropout:g}, but on CUDA policy.recompute.modules cannot have mlp beside it; use kind: full, or leave "
+            "one of them out"
+        )
+
+
+def _linears(layer: Any, config: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a transformer layer by their path in it; those of experts, one after the other, by that of a dense layer's."""
+    for path in PROJECTIONS:
+        if not of_experts(config, path):
+            yield path, layer.get_submodule(path)
+            continue
+        for expert in layer.mlp.get_submodule(LOCAL_EXPERTS):
+            yield path, expert.get_submodule(path.removeprefix("mlp."))
 
 
 def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype: torch.dtype) -> Adapter:
     """`inputs`: columns of the layer's weight on this rank."""
-    by_columns = path in _CUT_BY_COLUMNS
+    by_columns, in_expert = path in CUT_BY_COLUMNS, of_experts(config, path)
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    cut = 1 if by_columns else tp
+    ranks = parallel_state.get_expert_tensor_parallel_world_size() if in_expert else tp
+    cut = 1 if by_columns else ranks
     shapes = {name: config.projections[name] for name in PROJECTIONS[path] if name in config.projections}
     rows = {name: outputs // cut for name, (outputs, _) in shapes.items()}
     parts: dict[str, LowRank] = {
@@ -236,7 +310,8 @@ def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype:
         if name in lora.targets
     }
     groups = config.kv_heads // tp if path == "self_attention.linear_qkv" else 0
-    return Adapter(rows, parts, scale=lora.scale, groups=groups, by_columns=by_columns)
+    kind = ExpertAdapter if in_expert else Adapter
+    return kind(rows, parts, scale=lora.scale, groups=groups, by_columns=by_columns)
 
 
 def _add_delta(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None]) -> object:
@@ -249,10 +324,27 @@ def _add_delta(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, T
     return adapter.output(outputs[0], bias, delta, linear.weight), outputs[1]
 
 
+def _drop_inputs(layer: Any, share: float) -> None:
+    """Give the adapters of a layer dropout in passes that bring token keys."""
+    found = [module for module in layer.modules() if isinstance(module, Adapter)]
+    for adapter in found:
+        adapter.drop(share, layer.layer_number)
+
+    def show(call: AttentionCall | None) -> None:
+        for adapter in found:
+            adapter.show(None if call is None else call.token_keys)
+
+    def hook(layer: object, inputs: object, named: Mapping[str, Any]) -> None:
+        show(named["packed_seq_params"])
+
+    layer.show_pass = show
+    layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 @contextmanager
 def adapters_off(model: MegatronModel) -> Iterator[None]:
-    """Inside the block the model computes without its adapters: it is the base that they started from."""
-    found = [module for module in model.modules() if isinstance(module, Adapter)]
+    """Inside the block the model computes without its adapters, virtual tokens or prefixes: it is the base that they started from."""
+    found = [module for module in model.modules() if isinstance(module, Adapter | VirtualIds)]
     for adapter in found:
         adapter.enabled = False
     try:
@@ -301,47 +393,3 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-class AdapterMap(WeightMap):
-    """PEFT's names and shapes <-> this rank's adapters."""
-
-    def __init__(self, config: ModelConfig, lora: LoraSpec) -> None:
-        super().__init__(config, tuple(_entries(config, lora)))
-
-    def owns(self, name: str) -> bool:
-        """Whether a Megatron parameter belongs to this map."""
-        return ADAPTER in name
-
-
-class _FreshAdapters(DrawnReader):
-    """New adapters: A uniform within +-1 / sqrt(in), B zero."""
-
-    def __init__(self, adapters: AdapterMap, seed: int) -> None:
-        super().__init__(adapters.hf_shapes(), seed, "new adapters")
-
-    def draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """The tensor, float32."""
-        if not name.endswith("lora_A.weight"):
-            return torch.zeros(shape)  # the lengths are set when the base's are known
-        bound = 1 / math.sqrt(shape[1])
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def _entries(config: ModelConfig, lora: LoraSpec) -> Iterator[Entry]:
-    for layer in range(config.layers):
-        for path, projections in PROJECTIONS.items():
-            block = "mlp" if path in _MLP else "self_attn"
-            for name in projections:
-                if name not in lora.targets:
-                    continue
-                outputs, inputs = config.projections[name]
-                hf = f"base_model.model.model.layers.{layer}.{block}.{name}"
-                mine = f"{path}{ADAPTER}parts.{name}"
-                by_columns = path in _CUT_BY_COLUMNS
-                a, b = (f"{hf}.lora_{x}.weight" for x in "AB")
-                yield Entry("columns" if by_columns else "whole", (a,), ((lora.rank, inputs),), (f"{mine}.a",), layer)
-                over_rows: Packing = "whole" if by_columns else "rows"
-                yield Entry(over_rows, (b,), ((outputs, lora.rank),), (f"{mine}.b",), layer)
-                if lora.dora:
-                    yield Entry(over_rows, (f"{hf}.lora_magnitude_vector",), ((outputs,),), (f"{mine}.m",), layer)

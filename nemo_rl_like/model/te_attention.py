@@ -53,6 +53,7 @@ class TeLayoutAttention(TEDotProductAttention):
             raise ValueError("this attention takes its layout from an AttentionCall")
         call = packed_seq_params
         query, key = rotate(query, call.rotary), rotate(key, call.rotary)
+        key, value = call.keys_and_values(self.layer_number, key, value)
         return call.attend(partial(self._attend, call.layout), query, key, value)
 
     def _attend(self, layout: AttentionLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -21,6 +21,15 @@ MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.
 
 ADAPTER = ".lora."
 """In the name of every parameter that belongs to an adapter."""
+VIRTUAL = "virtual_tokens."
+"""In the name of the parameter that holds virtual tokens."""
+PREFIX = "prefix."
+"""In the names of the parameters of a layer's prefix."""
+
+
+def beside(name: str) -> bool:
+    """Whether a Megatron parameter stands beside the model: an adapter, virtual tokens or a prefix."""
+    return any(part in name for part in (ADAPTER, f".{VIRTUAL}", f".{PREFIX}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from nemo_rl_like.model.fp8_weights import fill, plain
 from nemo_rl_like.model.hf_config import QKV_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
-from nemo_rl_like.model.weight_entries import ADAPTER, EMBEDDING, HEAD, MCORE_HEAD, Entry, entries_of
+from nemo_rl_like.model.weight_entries import EMBEDDING, HEAD, MCORE_HEAD, Entry, beside, entries_of
 from nemo_rl_like.model.weight_shards import (
     Gather,
     Shares,
@@ -70,7 +70,7 @@ class WeightMap:
 
     def owns(self, name: str) -> bool:
         """Whether a Megatron parameter belongs to this map."""
-        return ADAPTER not in name
+        return not beside(name)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every Hugging Face tensor of the model, in file order."""

@@ -68,6 +68,8 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     values |= model_ingredients(spec)
     if isinstance(stage, TRAINING_STAGES) and spec.policy.lora is not None:
         values |= _flat("policy.lora", spec.policy.lora.model_dump(mode="json"))
+    if isinstance(stage, TRAINING_STAGES) and spec.policy.adapter is not None:
+        values |= _flat("policy.adapter", spec.policy.adapter.model_dump(mode="json"))
     if uses_environment(stage) and spec.environment is not None:
         values |= _flat("environment", spec.environment.model_dump(mode="json", exclude={"processes"}))
     samples = isinstance(stage, DistillStageSpec) and stage.sampled_per_step > 0

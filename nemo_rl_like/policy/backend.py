@@ -39,7 +39,7 @@ class ModelRequest:
     score_head_seed: int | None = None
     """Draw that head; None: zeros."""
     adapter_seed: int | None = None
-    """Put the adapters of `policy.lora` on it; None: the whole model is trained."""
+    """Put the adapters of `policy.lora` or `policy.adapter` on it; None: the whole model is trained."""
     on_host: bool = False
     """Keep its weights in host memory but for passes; it is not trained then."""
     timeout_s: float = 600.0
@@ -85,6 +85,11 @@ class Backend(Protocol):
     @property
     def watch(self) -> RouterWatch | None:
         """Of a model with experts whose routers have losses and metrics."""
+        ...
+
+    @property
+    def virtual_tokens(self) -> tuple[int, ...]:
+        """Ids that stand before each row."""
         ...
 
     @property

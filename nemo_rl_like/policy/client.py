@@ -37,6 +37,8 @@ class Policy:
     service: str = POLICY
     adapted: bool = False
     """Whether adapters alone are trained."""
+    virtual_tokens: int = 0
+    """Places of the context that are taken before each row."""
 
     @classmethod
     def start(
@@ -56,11 +58,12 @@ class Policy:
         """Start the ranks of a group `name` and build the model of the Hugging Face `folder` on them.
 
         `initialize`: seed of a model from scratch; the folder then needs no weights. `score_head`: a critic or reward model, see `host`.
-        `adapter_seed`: of the new adapters of `spec.lora`, which alone are trained; None: the whole model, whatever the spec says. `on_host`: see
-        `host`.
+        `adapter_seed`: of the new adapters of `spec.lora` or `spec.adapter`, which alone are trained; None: the whole model, whatever the spec says.
+        `on_host`: see `host`.
         """
-        adapted = adapter_seed is not None and spec.lora is not None
-        policy = cls(cls.start_ranks(session, spec, name), name, adapted)
+        adapted = adapter_seed is not None and spec.adapted
+        virtual = spec.virtual_tokens if adapted else 0
+        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual)
         policy.host(
             folder,
             spec,

@@ -44,6 +44,7 @@ class FsdpBackend:
     """
 
     watch: RouterWatch | None = None
+    virtual_tokens: tuple[int, ...] = ()
 
     def __init__(self, context: RankContext, policy: PolicySpec, request: ModelRequest) -> None:
         runtime.join_world(

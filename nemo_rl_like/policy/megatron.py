@@ -23,10 +23,12 @@ from nemo_rl_like.model.host_weights import HostWeights
 from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost
 from nemo_rl_like.model.lora import adapters_off, add_adapters
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.prefix import add_prefixes
 from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.schedule import Reduce
 from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
 from nemo_rl_like.model.top_logprobs import TopLogprobs, top_logprobs
+from nemo_rl_like.model.virtual_tokens import add_virtual_tokens
 from nemo_rl_like.policy.backend import ModelRequest, OptimizerStep, Score, TopRequest
 from nemo_rl_like.policy.ddp import PolicyDdp, run_schedule, wrap_ddp
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
@@ -34,7 +36,7 @@ from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.policy.walk import Walk, head_outputs
 from nemo_rl_like.spec.optimizer import OptimizerSpec
-from nemo_rl_like.spec.policy import PolicySpec
+from nemo_rl_like.spec.policy import LoraSpec, PolicySpec, PrefixTuningSpec, PromptTuningSpec
 from nemo_rl_like.tensors.packed import Packed
 
 
@@ -54,7 +56,7 @@ class MegatronBackend:
         )
         self._spec = policy
         self._config = ModelConfig.from_hf_folder(request.folder)
-        lora = None if request.adapter_seed is None else policy.lora
+        adapter = None if request.adapter_seed is None else policy.lora or policy.adapter
         weights = self._weights(request)
         self.model: MegatronModel = build_model(
             self._config,
@@ -62,12 +64,16 @@ class MegatronBackend:
             request.dtype,
             weights=weights,
             fp8=policy.fp8,
-            adapters=lora is not None,
+            adapters=isinstance(adapter, LoraSpec),
             recompute=policy.recompute,
         )
-        if lora is not None and request.adapter_seed is not None:
-            add_adapters(self.model, self._config, lora, request.adapter_seed)
-        self.store = PolicyStore(self.model, self._config, request.folder, lora, policy.fp8)
+        if request.adapter_seed is not None and isinstance(adapter, LoraSpec):
+            add_adapters(self.model, self._config, adapter, request.adapter_seed)
+        elif request.adapter_seed is not None and isinstance(adapter, PromptTuningSpec):
+            add_virtual_tokens(self.model, self._config, adapter, weights, request.adapter_seed)
+        elif request.adapter_seed is not None and isinstance(adapter, PrefixTuningSpec):
+            add_prefixes(self.model, self._config, adapter, request.adapter_seed)
+        self.store = PolicyStore(self.model, self._config, request.folder, adapter, policy.fp8)
         self._trained: tuple[list[PolicyDdp], PolicyOptimizer] | None = None
         self._host = HostWeights(self.model) if request.on_host else None
 
@@ -97,6 +103,11 @@ class MegatronBackend:
     def watch(self) -> RouterWatch | None:
         """See `Backend`."""
         return self.model.watch
+
+    @property
+    def virtual_tokens(self) -> tuple[int, ...]:
+        """See `Backend`."""
+        return () if self.model.virtual_tokens is None else self.model.virtual_tokens.ids
 
     # -- training
 

@@ -32,6 +32,7 @@ from nemo_rl_like.model.mcore import (
     TransformerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
+    parallel_state,
 )
 from nemo_rl_like.model.weight_entries import Entry
 from nemo_rl_like.model.weight_map import WeightMap
@@ -81,6 +82,11 @@ class PolicyOptimizer:
         parts = built.chained_optimizers if isinstance(built, ChainedOptimizer) else [built]
         self._optimizer = built
         self._parts: list[DistributedOptimizer] = list(parts)
+        for part in self._parts:
+            if _is_of_experts(
+                part
+            ):  # Megatron counts a gradient that ranks share once, but takes the ranks of dense layers
+                part.tp_group = parallel_state.get_expert_tensor_parallel_group()
         self._config, self._wrapped = model.config, wrapped
         self._adams: list[torch.optim.Optimizer] = []
         self._hosts: list[HostOptimizer] = []
@@ -222,6 +228,11 @@ def scheduler_of(
         wsd_decay_steps=max(1, round(decay_steps * spec.decay_fraction)),
         lr_wsd_decay_style="linear",
     )
+
+
+def _is_of_experts(part: DistributedOptimizer) -> bool:
+    """Whether its parameters are on other ranks than those of dense layers."""
+    return any(not getattr(parameter, "allreduce", True) for buffer in part.buffers for parameter in buffer.params)
 
 
 def _config(spec: OptimizerSpec, model: TransformerConfig) -> OptimizerConfig:

@@ -20,8 +20,10 @@ from nemo_rl_like.artifacts import faults
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
+from nemo_rl_like.model.dropout import token_keys
+from nemo_rl_like.model.layouts import MicroBatch, Passes, plan_microbatches
 from nemo_rl_like.model.router import ROUTER_METRICS
+from nemo_rl_like.model.virtual_tokens import behind, of_batch
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
@@ -49,7 +51,7 @@ class PolicyRank:
     Args: `context` from the worker group, with axes pp, dp, cp, tp; `folder`, a Hugging Face folder (with weights, unless
     `initialize` gives the seed of a model from scratch); `policy` and `dtype` from the spec; `score_head` puts a head of one
     number a token on a folder that has none (a critic or reward model), zero at first or drawn with `score_head_seed`; with `adapter_seed`
-    the adapters of `policy.lora` are put on it and trained alone; `on_host` keeps the weights in host memory but for passes;
+    the adapters of `policy.lora` or `policy.adapter` are put on it and trained alone; `on_host` keeps the weights in host memory but for passes;
     `timeout_s` bounds each collective, in seconds. Every method is collective: all ranks call it with the same arguments.
     """
 
@@ -68,6 +70,7 @@ class PolicyRank:
         timeout_s: float = 600.0,
     ) -> None:
         self._spec = policy
+        self._adapter_seed = adapter_seed
         request = ModelRequest(
             Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, on_host, timeout_s
         )
@@ -119,7 +122,10 @@ class PolicyRank:
         if self.backend.watch is not None:
             names, further = (*names, *ROUTER_METRICS), [*further, self.backend.watch.metrics()]
         walked = replace(walked, sums=torch.cat([walked.sums, *further]))
-        metrics = self._report(part, stats.live_rows, walked, names, gap)
+        undropped = None
+        if gap is not None and self._drops:  # the engine has no dropout
+            undropped = self._walk(part, stats.live_rows, Walk(temperature), training=False).logprobs
+        metrics = self._report(part, stats.live_rows, walked, names, gap, undropped)
         step = self.backend.step()
         if step is None:
             raise NonFinite(f"update {self.backend.updates}: a gradient is not finite, the step was not made")
@@ -181,18 +187,7 @@ class PolicyRank:
 
     def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
         """Pass the rows marked true through the model."""
-        dp_size, dp_rank = self.backend.replicas
-        passes = plan_microbatches(
-            batch,
-            rows.nonzero()[:, 0].tolist(),
-            dp_size=dp_size,
-            dp_rank=dp_rank,
-            kind=self._spec.rows,
-            token_budget=self._spec.micro_batch_tokens,
-            together=walk.together(batch),
-            pair_cost=self.backend.pair_cost,
-            with_row_places=self._balances(walk, training),
-        )
+        passes = self._passes(batch, rows, walk, training)
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
         flat = torch.zeros(batch.tokens.numel(), dtype=torch.float32, device=device)
@@ -224,6 +219,35 @@ class PolicyRank:
         logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
         return Walked(logprobs, entropy, sums, passes.metrics)
 
+    def _passes(self, batch: TokenBatch, rows: Tensor, walk: Walk, training: bool) -> Passes:
+        """This rank's passes over the rows, behind the model's virtual tokens."""
+        dp_size, dp_rank = self.backend.replicas
+        virtual = self.backend.virtual_tokens
+        passes = plan_microbatches(
+            behind(batch, virtual) if virtual else batch,
+            rows.nonzero()[:, 0].tolist(),
+            dp_size=dp_size,
+            dp_rank=dp_rank,
+            kind=self._spec.rows,
+            token_budget=self._spec.micro_batch_tokens,
+            together=walk.together(batch),
+            pair_cost=self.backend.pair_cost,
+            with_row_places=self._balances(walk, training),
+            token_keys=self._token_keys(batch, walk) if training else None,
+        )
+        return of_batch(passes, batch, len(virtual)) if virtual else passes
+
+    @property
+    def _drops(self) -> bool:
+        """Whether training passes have dropout."""
+        return self._adapter_seed is not None and self._spec.lora is not None and self._spec.lora.dropout > 0
+
+    def _token_keys(self, batch: TokenBatch, walk: Walk) -> Tensor | None:
+        """What the dropout of this update's walk draws from, if there is any."""
+        if not self._drops or self._adapter_seed is None:
+            return None
+        return token_keys(batch, self._adapter_seed, self.backend.updates, int(walk.finalize))
+
     def _balances(self, walk: Walk, training: bool) -> bool:
         """Whether routers are balanced: in a step's own walk. The log-probs of others and further losses leave them alone."""
         return self.backend.watch is not None and training and walk.finalize
@@ -241,12 +265,14 @@ class PolicyRank:
         walked: Walked,
         names: Sequence[str],
         gap: GapLimit | None,
+        undropped: Tensor | None = None,
     ) -> dict[str, float]:
-        """Metrics as numbers: the one device-to-host copy of a step. Raises GapExceeded and NonFinite."""
+        """Metrics as numbers: the one device-to-host copy of a step; the gap is that of `undropped`, if given. Raises GapExceeded and NonFinite."""
         values = walked.sums
         if gap is not None:
             mask = batch.loss_mask & rows[batch.row_of_token] & (batch.version >= 0)
-            values = torch.cat([values, rollout_gap(walked.logprobs, batch.behavior, mask)])
+            logprobs = walked.logprobs if undropped is None else undropped
+            values = torch.cat([values, rollout_gap(logprobs, batch.behavior, mask)])
             names = (*names, *GAP_METRICS)
         metrics = dict(zip(names, values.tolist(), strict=True))
         if gap is not None and not metrics["gap/p99"] < gap.p99:

@@ -18,12 +18,15 @@ from nemo_rl_like.checkpoint.shards import section_writer
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
-from nemo_rl_like.model.lora import AdapterMap, MergedWeights
+from nemo_rl_like.model.lora import MergedWeights
+from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts
+from nemo_rl_like.model.prefix import PrefixMap
+from nemo_rl_like.model.virtual_tokens import PromptMap
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.fp8_state import load_scaling, scaling_shares, write_scaling
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
-from nemo_rl_like.spec.policy import Fp8Spec, LoraSpec
+from nemo_rl_like.spec.policy import AdapterSpec, Fp8Spec, LoraSpec, PrefixTuningSpec, PromptTuningSpec
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
@@ -40,18 +43,18 @@ class PolicyStore:
         model: MegatronModel,
         config: ModelConfig,
         source: Path,
-        lora: LoraSpec | None = None,
+        adapter: LoraSpec | AdapterSpec | None = None,
         fp8: Fp8Spec | None = None,
     ) -> None:
-        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `lora`: the model's adapters;
-        `fp8`: its FP8 layers."""
+        """`source`: the Hugging Face folder whose configuration and tokenizer files every checkpoint carries; `adapter`: what the model has
+        beside it; `fp8`: its FP8 layers."""
         self._model = model
         self._source = source
         self._config = config
         self._map = WeightMap(config)
-        self._lora = lora
+        self._adapter = adapter
         self._scaled = fp8 if fp8 is not None and fp8.recipe == "delayed" else None
-        self.trained: WeightMap = self._map if lora is None else AdapterMap(config, lora)
+        self.trained: WeightMap = trained_map(config, adapter)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
     def sections(self, optimizer: PolicyOptimizer | None, prefix: str = "") -> Iterator[tuple[str, Iterator[Packed]]]:
@@ -60,7 +63,7 @@ class PolicyStore:
         Every rank must run each to its end, in order.
         """
         yield f"{prefix}weights", self._map.iter_shares(self._model, self._merged())
-        if self._lora is not None:
+        if self._adapter is not None:
             yield f"{prefix}{ADAPTER}", self.trained.iter_shares(self._model)
         if optimizer is not None:
             scaling = () if self._scaled is None else scaling_shares(self._model)
@@ -73,8 +76,9 @@ class PolicyStore:
         copy_side_files(self._source, folder / f"{prefix}weights")
         if self._config.score_head:
             _say_score_head(folder / f"{prefix}weights" / "config.json", self._config)
-        if self._lora is not None:
-            write_adapter_config(folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG, self._lora, self._source)
+        if self._adapter is not None:
+            file = folder / f"{prefix}{ADAPTER}" / ADAPTER_CONFIG
+            write_adapter_config(file, self._adapter, self._config, self._source)
         if optimizer is not None:
             write_kind(folder / f"{prefix}optimizer", optimizer.kind)
             if self._scaled is not None:
@@ -85,7 +89,7 @@ class PolicyStore:
         return self._map.iter_hf(self._model, self._merged())
 
     def _merged(self) -> MergedWeights | None:
-        return None if self._lora is None else MergedWeights(self._model)
+        return MergedWeights(self._model) if isinstance(self._adapter, LoraSpec) else None
 
     def _state(self, optimizer: PolicyOptimizer) -> Iterator[Packed]:
         for kind in optimizer.kinds:
@@ -99,7 +103,7 @@ class PolicyStore:
 
     def load_weights(self, folder: Path, prefix: str = "") -> None:
         """Take what this rank trains from a checkpoint: its weights, or its adapters beside the base, which stays."""
-        section = "weights" if self._lora is None else ADAPTER
+        section = "weights" if self._adapter is None else ADAPTER
         self.trained.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
 
     def load_optimizer(self, folder: Path, optimizer: PolicyOptimizer, updates: int) -> None:
@@ -157,22 +161,56 @@ def copy_side_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def write_adapter_config(file: Path, lora: LoraSpec, base: Path) -> None:
-    """PEFT's description of the adapters beside it."""
-    known = {
+def trained_map(config: ModelConfig, adapter: LoraSpec | AdapterSpec | None) -> WeightMap:
+    """The map of what is trained: the model, or what it has beside it."""
+    if adapter is None:
+        return WeightMap(config)
+    if isinstance(adapter, LoraSpec):
+        return AdapterMap(config, adapter)
+    return PrefixMap(config, adapter) if isinstance(adapter, PrefixTuningSpec) else PromptMap(config, adapter)
+
+
+def write_adapter_config(file: Path, adapter: LoraSpec | AdapterSpec, config: ModelConfig, base: Path) -> None:
+    """PEFT's description of what stands beside it."""
+    kind = _lora_config(adapter, config) if isinstance(adapter, LoraSpec) else _virtual_config(adapter, config)
+    common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True}
+    file.write_text(json.dumps({**kind, **common}, indent=1) + "\n", encoding="utf-8")
+
+
+def _lora_config(lora: LoraSpec, config: ModelConfig) -> dict[str, object]:
+    """PEFT puts an expert's gate and up together in one of twice the rank and alpha, which `use_rslora` would scale by another factor: the
+    factor is then said without it."""
+    plain = bool(in_experts(config, lora))
+    return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.rslora,
+        "lora_alpha": lora.scale * lora.rank if plain else lora.alpha,
+        "use_rslora": lora.rslora and not plain,
         "use_dora": lora.dora,
-        "target_modules": list(lora.targets),
-        "lora_dropout": 0.0,
+        "target_modules": [hf_projection(config, name) for name in lora.targets],
+        "lora_dropout": lora.dropout,
         "bias": "none",
-        "inference_mode": True,
     }
-    file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def _virtual_config(adapter: AdapterSpec, config: ModelConfig) -> dict[str, object]:
+    """PEFT's shape of what stands before each row: embeddings, or keys and values of each layer's key/value heads."""
+    common = {
+        "num_virtual_tokens": adapter.tokens,
+        "num_layers": config.layers,
+        "num_transformer_submodules": 1,
+    }
+    if isinstance(adapter, PromptTuningSpec):
+        shape = {"token_dim": config.hidden_size, "num_attention_heads": config.heads}
+        return {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM", **common, **shape}
+    shape = {"token_dim": config.kv_heads * config.head_dim, "num_attention_heads": config.kv_heads}
+    return {"peft_type": "PREFIX_TUNING", "prefix_projection": False, **common, **shape}
+
+
+def has_virtual_tokens(checkpoint: Path) -> bool:
+    """Whether the checkpoint's weights are not all of its model."""
+    file = checkpoint / ADAPTER / ADAPTER_CONFIG
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["peft_type"] != "LORA"
 
 
 def _say_score_head(file: Path, config: ModelConfig) -> None:

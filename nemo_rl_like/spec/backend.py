@@ -42,6 +42,7 @@ def policy_problem(policy: PolicySpec) -> str | None:
     asked = {
         "fp8": policy.fp8 is not None,
         "lora": policy.lora is not None,
+        "adapter": policy.adapter is not None,
         "router": policy.router != RouterSpec(),
         "offload": policy.offload != OffloadSpec(),
         "recompute.modules": policy.recompute is not None and policy.recompute.kind == "selective",

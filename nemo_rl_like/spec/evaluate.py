@@ -46,6 +46,6 @@ class ExportStageSpec(StageBase):
     checkpoint: str | None = None
     """Stage whose final checkpoint is exported; default: the last one that makes one."""
     adapter: bool = False
-    """Write the adapters alone, as PEFT does (with `policy.lora`); default: the whole model, adapters merged."""
+    """Write the adapters alone, as PEFT does (with `policy.lora` or `policy.adapter`); default: the whole model, adapters merged."""
     shard_gib: PositiveFloat = 4.0
     """Largest safetensors shard, in GiB."""

@@ -135,20 +135,39 @@ class ExperimentSpec(Spec):
 
     @model_validator(mode="after")
     def _adapters_fit(self) -> ExperimentSpec:
-        if self.policy.lora is None:
+        if not self.policy.adapted:
             self._check_no_adapter_is_asked_for()
             return self
+        name = "policy.adapter" if self.policy.lora is None else "policy.lora"
         for stage in self.stages:
             problem = _needs_whole_weights(stage)
             if problem is not None:
-                raise ValueError(f"`policy.lora` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
+                raise ValueError(f"`{name}` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
+        if self.policy.adapter is not None:
+            self._check_virtual_tokens()
         return self
+
+    def _check_virtual_tokens(self) -> None:
+        """What follows the training of virtual tokens must sample with them, or export them."""
+        if self.engine.kind == "vllm":
+            raise ValueError(
+                "`engine.kind` is vllm, which has no virtual tokens, and `policy.adapter` trains some; use `embedded`"
+            )
+        trained = False
+        for stage in self.stages:
+            exports = isinstance(stage, ExportStageSpec) and stage.adapter
+            if trained and not (exports or isinstance(stage, EvaluateStageSpec | SampleStageSpec)):
+                raise ValueError(
+                    f"stage {stage_name(stage)!r} follows the training of virtual tokens (`policy.adapter`), which no weights hold; only "
+                    "`evaluate`, `sample`, and `export` with `adapter: true` may"
+                )
+            trained = trained or isinstance(stage, TRAINING_STAGES)
 
     def _check_no_adapter_is_asked_for(self) -> None:
         for stage in self.stages:
             if isinstance(stage, ExportStageSpec) and stage.adapter:
                 raise ValueError(
-                    f"stage {stage_name(stage)!r} has `adapter: true`, but nothing trains adapters; leave it out, or set `policy.lora`"
+                    f"stage {stage_name(stage)!r} has `adapter: true`, but nothing trains adapters; leave it out, or set `policy.lora` or `policy.adapter`"
                 )
 
     @model_validator(mode="after")
@@ -184,7 +203,7 @@ class ExperimentSpec(Spec):
 def _needs_whole_weights(stage: StageSpec) -> str | None:
     """What of a stage works on whole weights, with the fix; None if nothing does."""
     if isinstance(stage, RewardModelStageSpec):
-        return "trains a new head; put the reward model in a spec of its own without `policy.lora`"
+        return "trains a new head; put the reward model in a spec of its own without adapters"
     if isinstance(stage, SftStageSpec | PretrainStageSpec) and stage.ema is not None:
         return "averages whole weights (`ema`); leave one of them out"
     if isinstance(stage, PreferenceStageSpec) and stage.reference_sync is not None:

@@ -174,13 +174,44 @@ class LoraSpec(Spec):
     """Multiply by alpha / sqrt(rank) instead, so that large ranks learn as fast (Kalajdzievski 2023, arXiv 2312.03732)."""
     dora: bool = False
     """Learn the length of each row of the adapted weights apart from its direction (DoRA, Liu et al. 2024, arXiv 2402.09353)."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of A's inputs that are 0 in an update, drawn anew for each one; the others are divided by 1 - this."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
     """Projections that have an adapter, in every layer."""
+
+    @model_validator(mode="after")
+    def _dropout_leaves_the_base_alone(self) -> LoraSpec:
+        if self.dora and self.dropout:
+            raise ValueError(
+                f"`dropout` is {self.dropout:g}, but `dora` scales the layer's own product, which dropout would then change too; leave one of them out"
+            )
+        return self
 
     @property
     def scale(self) -> float:
         """Factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class PromptTuningSpec(Spec):
+    """Virtual tokens before each row, whose embeddings alone are trained (Lester et al. 2021, arXiv 2104.08691)."""
+
+    kind: Literal["prompt_tuning"] = "prompt_tuning"
+    """What is trained in the model's place."""
+    tokens: PositiveInt = 16
+    """Virtual tokens; they take as many places of the context."""
+
+
+class PrefixTuningSpec(Spec):
+    """Keys and values before each row, learned for every layer (Li and Liang 2021, arXiv 2101.00190)."""
+
+    kind: Literal["prefix_tuning"] = "prefix_tuning"
+    """What is trained in the model's place."""
+    tokens: PositiveInt = 16
+    """Keys and values of a layer and head; they take as many places of the context."""
+
+
+AdapterSpec = Annotated[PromptTuningSpec | PrefixTuningSpec, Field(discriminator="kind")]
 
 
 class PolicySpec(Spec):
@@ -204,7 +235,35 @@ class PolicySpec(Spec):
     """Losses of a model with experts."""
     lora: LoraSpec | None = None
     """Train adapters instead of the whole model; default: off."""
+    adapter: AdapterSpec | None = None
+    """Train something else beside the model, which stays as it is; default: off."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary-sized logits exist at once, in tokens."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = all cores divided by ranks."""
+
+    @model_validator(mode="after")
+    def _one_thing_is_trained(self) -> PolicySpec:
+        if self.adapter is None:
+            return self
+        if self.lora is not None:
+            raise ValueError("`lora` and `adapter` are both given; leave one of them out")
+        if isinstance(self.adapter, PrefixTuningSpec) and self.router != RouterSpec():
+            raise ValueError(
+                "`router` has losses, but routers see virtual tokens that `adapter: prefix_tuning` gives no hidden states; leave one of them out"
+            )
+        if isinstance(self.adapter, PromptTuningSpec) and self.layout.pp > 1:
+            raise ValueError(
+                f"`layout.pp` is {self.layout.pp}, but with `adapter: prompt_tuning` only the first stage has something to train; set it to 1"
+            )
+        return self
+
+    @property
+    def adapted(self) -> bool:
+        """Whether something beside the model is trained in its place."""
+        return self.lora is not None or self.adapter is not None
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Places of the context that are taken before each row."""
+        return 0 if self.adapter is None else self.adapter.tokens

@@ -14,7 +14,6 @@ from nemo_rl_like.checkpoint.layout import MANIFEST, STATE, step_folders, verify
 from nemo_rl_like.data.messages import Message, user
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.generation.types import Request, Sampling
-from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.seeds import seed_of
 from nemo_rl_like.spec.evaluate import EvaluationSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
@@ -24,7 +23,7 @@ from nemo_rl_like.stages.evaluate import evaluate, evaluator
 from nemo_rl_like.stages.export import export
 from nemo_rl_like.stages.preflight import require_sampler
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import start_model
+from nemo_rl_like.stages.start_model import sampled_policy, start_model
 from nemo_rl_like.training.engine import EngineClient, RunEngine
 from nemo_rl_like.training.trainer import CHECKPOINTS
 
@@ -81,7 +80,7 @@ def chat_session(source: Path, *, temperature: float, max_new_tokens: int) -> It
         session = shared_session(spec.cluster, Path(folder))
         model = start_model(spec, Path(folder), {"checkpoint": checkpoint})
         renderer = Renderer.load(model.folder)
-        policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype)
+        policy = sampled_policy(session, spec, model)
         try:
             engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
             sampling = Sampling(

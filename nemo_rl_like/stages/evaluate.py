@@ -14,13 +14,12 @@ from nemo_rl_like.artifacts.hashing import hash_json
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Report
 from nemo_rl_like.cluster.group import WorkerGroup
-from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.rollout.evaluation import EvaluationReport
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec, EvaluationSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.preflight import check_tasks, problems_of, require_sampler
 from nemo_rl_like.stages.session import shared_session
-from nemo_rl_like.stages.start_model import StartModel, start_model
+from nemo_rl_like.stages.start_model import StartModel, sampled_policy, start_model
 from nemo_rl_like.stages.workers import ROLLOUT_SERVICE, host_rollout, worker_group
 from nemo_rl_like.training.engine import RunEngine
 from nemo_rl_like.training.step_services import ROLLOUT
@@ -70,7 +69,7 @@ def evaluator(
     session = shared_session(spec.cluster, run_folder)
     with worker_group(session) as workers:
         host_rollout(workers, spec, model.folder, model.config, service)
-        policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize)
+        policy = sampled_policy(session, spec, model)
         try:
             engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
             engine.sync(0)

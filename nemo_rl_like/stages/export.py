@@ -17,6 +17,9 @@ from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.checkpoint.shards import disk_full_named
 from nemo_rl_like.model.hf_copy import copy_weights
 from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer
+from nemo_rl_like.model.prefix import as_peft
+from nemo_rl_like.model.virtual_tokens import PROMPT
+from nemo_rl_like.model.weight_entries import PREFIX
 from nemo_rl_like.policy.store import copy_side_files
 from nemo_rl_like.spec.evaluate import ExportStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -78,11 +81,11 @@ def write_adapter(checkpoint: Path, target: Path) -> None:
     source = checkpoint / ADAPTER
     if not source.is_dir():
         raise InputError(
-            f"{checkpoint} has no adapters: its run trained the whole model; leave `adapter` out, or train with `policy.lora`"
+            f"{checkpoint} has no adapters: its run trained the whole model; leave `adapter` out, or train with `policy.lora` or `policy.adapter`"
         )
     with _whole(target) as partial:
         with SafetensorsReader(source) as reader:
-            save_file(dict(_tensors(reader)), partial / ADAPTER_FILE, metadata={"format": "pt"})
+            save_file(_as_peft(dict(_tensors(reader))), partial / ADAPTER_FILE, metadata={"format": "pt"})
         copy_side_files(source, partial)
         copy_tokenizer(checkpoint / "weights", partial)
 
@@ -103,6 +106,11 @@ def _whole(target: Path) -> Iterator[Path]:
     if target.exists():
         target.rmdir()
     partial.rename(target)
+
+
+def _as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PEFT has the prefixes of all layers in one tensor; all else as it is."""
+    return {PROMPT: as_peft(tensors)} if any(name.startswith(PREFIX) for name in tensors) else tensors
 
 
 def _tensors(reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:

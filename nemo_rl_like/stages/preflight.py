@@ -19,17 +19,20 @@ from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
-from nemo_rl_like.model.lora import AdapterMap, check_targets
+from nemo_rl_like.model.lora_map import check_targets
 from nemo_rl_like.model.outline import Outline, outline_of
+from nemo_rl_like.model.prefix import check_prefix
+from nemo_rl_like.model.virtual_tokens import check_prompt
 from nemo_rl_like.model.weight_entries import Entry
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.fsdp_optimizer import entries_of
 from nemo_rl_like.policy.groups import settings_of
+from nemo_rl_like.policy.store import trained_map
 from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.backend import EMBEDDED
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
-from nemo_rl_like.spec.policy import RouterSpec
+from nemo_rl_like.spec.policy import PrefixTuningSpec, PromptTuningSpec, RouterSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
@@ -85,6 +88,10 @@ def _check_shape(spec: ExperimentSpec) -> None:
         raise SpecError(f"`policy.router` has losses, but a {config.family} model has no experts; leave it out")
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
+    if isinstance(spec.policy.adapter, PromptTuningSpec):
+        check_prompt(config, spec.policy.adapter)
+    if isinstance(spec.policy.adapter, PrefixTuningSpec):
+        check_prefix(config, spec.policy.adapter)
 
 
 def _check_weights(spec: ExperimentSpec, folder: Path) -> None:
@@ -113,10 +120,10 @@ def _trained(spec: ExperimentSpec, stage: StageSpec) -> Sequence[Entry]:
 
 
 def _trained_map(spec: ExperimentSpec, stage: StageSpec) -> WeightMap:
-    config, lora = shape_of(spec), spec.policy.lora
+    config = shape_of(spec)
     if isinstance(stage, RewardModelStageSpec):
         return WeightMap(replace(config, score_head=True))
-    return WeightMap(config) if lora is None else AdapterMap(config, lora)
+    return trained_map(config, spec.policy.lora or spec.policy.adapter)
 
 
 def check_teacher(spec: ExperimentSpec, folder: str, field: str = "teacher") -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import hash_json
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.checkpoint.layout import ModelIdentity
@@ -16,11 +17,12 @@ from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SINGLE
 from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.policy.client import Policy
-from nemo_rl_like.policy.store import copy_side_files
+from nemo_rl_like.policy.store import copy_side_files, has_virtual_tokens
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.tensors.shards import INDEX
 
 BASE = "base"
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class StartModel:
     initialize: int | None
     """Seed of a model from scratch; None: the folder has weights."""
     config: Outline
+    virtual_tokens: Path | None = None
+    """Checkpoint that holds what stands before its rows; None: nothing does."""
 
     @property
     def identity(self) -> ModelIdentity:
@@ -42,8 +46,13 @@ class StartModel:
 
 
 def weights_of(checkpoint: Artifact) -> Path:
-    """The Hugging Face folder inside a checkpoint."""
-    return checkpoint.path / "weights"
+    """The Hugging Face folder inside a checkpoint. Raises InputError if its model has virtual tokens, which no weights hold."""
+    if has_virtual_tokens(checkpoint.path):
+        raise InputError(
+            f"{checkpoint.path} has virtual tokens (`policy.adapter`), and no weights compute as the model with them does; export it with "
+            "`adapter: true` (`nrl export --adapter`) and load it with PEFT"
+        )
+    return checkpoint.path / WEIGHTS
 
 
 def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifact]) -> StartModel:
@@ -54,6 +63,8 @@ def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifac
     checkpoints = [artifact for artifact in inputs.values() if isinstance(artifact, Checkpoint)]
     if checkpoints:
         (checkpoint,) = checkpoints
+        if has_virtual_tokens(checkpoint.path):
+            return replace(_found(checkpoint.path / WEIGHTS), virtual_tokens=checkpoint.path)
         return _found(weights_of(checkpoint))
     model = spec.model
     if model.init is not None:
@@ -67,6 +78,15 @@ def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifac
 def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
     """The trainable model on ranks of its own, with the adapters of `policy.lora` where they are asked for."""
     return Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize, adapter_seed=spec.seed)
+
+
+def sampled_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
+    """The model on ranks of its own to sample from, with its virtual tokens."""
+    seed = None if model.virtual_tokens is None else spec.seed
+    policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize, adapter_seed=seed)
+    if model.virtual_tokens is not None:
+        policy.load(model.virtual_tokens)
+    return policy
 
 
 def _found(folder: Path) -> StartModel:

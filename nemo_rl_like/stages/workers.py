@@ -21,7 +21,8 @@ STEP_SERVICE = "nemo_rl_like.training.step_service:StepService"
 
 def context_tokens(spec: ExperimentSpec, config: Outline) -> int:
     """Longest row, in tokens: the engine's limit, never more than the model's."""
-    return min(spec.engine.max_context or config.max_positions, config.max_positions)
+    places = config.max_positions - spec.policy.virtual_tokens
+    return min(spec.engine.max_context or places, places)
 
 
 def environment_of(spec: ExperimentSpec) -> EnvironmentSpec | None:

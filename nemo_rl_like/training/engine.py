@@ -132,7 +132,8 @@ class RunEngine:
 
     def probe(self) -> dict[str, float]:
         """Score fixed prompts with engine and trainer. Raises WeightSyncError when they disagree by more than the limit."""
-        context = min(self.spec.max_context or self.config.max_positions, self.config.max_positions)
+        places = self.config.max_positions - self.policy.virtual_tokens
+        context = min(self.spec.max_context or places, places)
         tokens = min(self.spec.probe_tokens, context - 1)
         rows = probe_prompts(self.config.vocab_size, count=self.spec.probe_prompts, tokens=tokens)
         trainer = self.policy.score(rows)

@@ -128,9 +128,8 @@ def steps(rank: int, world: int, port: int, folders: Folders, policies: list[Pol
     return out  # fmt: skip
 
 
-def by_peft(folders: Folders, batch: TokenBatch) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
-    """Log-probs [N], loss, and gradients by name, in float64, row by row."""
-    model = peft_of(folders)
+def by_peft(model: torch.nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """Log-probs [N], loss, and gradients by name, row by row."""
     flat = torch.zeros(batch.tokens.numel(), dtype=torch.float64)
     total, count = torch.zeros((), dtype=torch.float64), int(batch.loss_mask.sum())
     for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False):
@@ -154,7 +153,7 @@ def largest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> fl
 def check(made: list[dict[str, Any]], case: tuple[Folders, LoraSpec]) -> None:
     folders, lora = case
     batch = make_batch()
-    flat, loss, gradients = by_peft(folders, batch)
+    flat, loss, gradients = by_peft(peft_of(folders), batch)
     base = LlamaForCausalLM.from_pretrained(folders.base, dtype=torch.float32)
     merged = peft_of(folders, torch.float32).merge_and_unload()
     names = {name for name in base.state_dict() if name != "lm_head.weight"}

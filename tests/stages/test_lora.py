@@ -15,6 +15,8 @@ from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages.api import export_checkpoint
+from tests.generation.tiny_models import scores
+from tests.generation.vllm_adapter import served
 from tests.stages.killing import finish, metric_lines, tensor_files, write_rows, write_sums, write_tiny
 from tests.tiny_folders import save_llama
 
@@ -39,7 +41,7 @@ stages:
 """
 
 
-def arguments_of(output: Path) -> list[str]:
+def arguments_of(output: Path, stages: str = SPEC) -> list[str]:
     folder = output.parent
     tokenizer = character_tokenizer("0123456789+=")
     tokenizer.save_pretrained(save_llama(folder / "model", len(tokenizer), head_dim=32))
@@ -47,7 +49,7 @@ def arguments_of(output: Path) -> list[str]:
     said = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(5)]
     messages = [[{"role": "user", "content": x}, {"role": "assistant", "content": y}] for x, y in said]
     write_rows(folder / "sums.jsonl", [{"messages": turns} for turns in messages])
-    spec = write_tiny(output, SPEC)
+    spec = write_tiny(output, stages)
     return [
         "run",
         str(spec),
@@ -99,6 +101,40 @@ def test_vllm_gets_the_merged_model(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert finish([*arguments_of(tmp_path / "run"), engine], log, 600) == 0, log.read_text()
     assert all(line["gap/p99"] < 1e-3 for line in metric_lines(tmp_path / "run" / "rl"))
+
+
+SERVED = """
+stages:
+  - kind: sft
+    data: {path: FOLDER/sums.jsonl}
+    steps: 2
+    examples_per_step: 8
+    optimizer: {lr: 3.0e-2}
+  - {kind: export, adapter: true, name: adapter}
+  - kind: export
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_vllm_serves_the_exported_adapter_beside_its_base_as_the_merged_export_is(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    given = [*arguments_of(run, SERVED), "policy.lora.rslora=true"]
+    assert finish(given, log, 600) == 0, log.read_text()
+    prompts = [tuple((7 * i + 3 * j) % 16 for j in range(8 + i)) for i in range(4)]
+    found = served(tmp_path / "model", run / "adapter" / "model", prompts, tmp_path)
+    apart = 0.0
+    for name in ("adapted", "base"):
+        folder = run / "export" / "model" if name == "adapted" else tmp_path / "model"
+        merged = AutoModelForCausalLM.from_pretrained(run / "export" / "model", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for prompt, sample in zip(prompts, found[name], strict=True):
+            whole = [(*prompt, *sample.ids)]
+            want, merged_says = (scores(x, whole)[0][len(prompt) - 1 :] for x in (model, merged))
+            assert sample.logprobs == pytest.approx(want, abs=1e-4)
+            apart = max(apart, *(abs(x - y) for x, y in zip(want, merged_says, strict=True)))
+    assert apart > 1e-2
 
 
 def tensor_names(folder: Path) -> list[str]:
