@@ -12,10 +12,8 @@ from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.local_layers import local_layer_spec
 from nemo_rl_like.model.local_norms import NORMS
 from nemo_rl_like.model.mcore import (
-    ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
-    get_num_layers_to_build,
     parallel_state,
 )
 from nemo_rl_like.model.megatron_config import transformer_config
@@ -87,16 +85,16 @@ def _require_fp8(config: ModelConfig, layout: LayoutSpec, dtype: torch.dtype, fp
             )
 
 
-def _spec(config: ModelConfig, megatron: TransformerConfig, adapters: bool) -> ModuleSpec | TransformerBlockSubmodules:
+def _spec(config: ModelConfig, megatron: TransformerConfig, adapters: bool) -> TransformerBlockSubmodules:
+    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), megatron.pipeline_model_parallel_size
+    layers = config.layers_of_stage(stage, stages)
     if runtime.on_cuda():
-        return _transformer_engine_spec(config, adapters)
-    count = get_num_layers_to_build(megatron)
-    return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(config)] * count, layer_norm=NORMS[config.traits.norm]
-    )
+        return _transformer_engine_spec(config, layers, adapters)
+    specs = [local_layer_spec(config, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=NORMS[config.traits.norm])
 
 
-def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
+def _transformer_engine_spec(config: ModelConfig, layers: range, adapters: bool) -> TransformerBlockSubmodules:
     able = runtime.capabilities().transformer_engine
     if not able.available:
         raise InputError(
@@ -108,10 +106,11 @@ def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
             f"the {config.family} model has {' and '.join(lacking)}, which this package's layers on Transformer Engine lack; "
             "hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
         )
-    from nemo_rl_like.model.te_attention import transformer_engine_spec
+    from nemo_rl_like.model.te_attention import transformer_engine_layers
 
-    experts = config.experts.count if config.experts else None
-    return transformer_engine_spec(config.traits.qk_norm, experts, fuse_norms=not adapters)
+    count = config.experts.count if config.experts else None
+    experts = [count if config.has_experts(layer) else None for layer in layers]
+    return transformer_engine_layers(config.qk_norm, experts, fuse_norms=not adapters)
 
 
 def _not_on_transformer_engine(config: ModelConfig) -> list[str]:

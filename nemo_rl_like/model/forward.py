@@ -29,7 +29,7 @@ from nemo_rl_like.model.mcore import (
     gather_from_sequence_parallel_region,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
-from nemo_rl_like.model.router import RouterWatch, RowRouter
+from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.row_places import RowPlaces
 
 FP8_ALIGNMENT = 16
@@ -70,8 +70,8 @@ class MegatronModel(GPTModel):
             if pre_process:
                 self.embedding.config = undrawn
         self.context = ContextRanks.of_layout()
-        self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
+        self.watch = None if shape.experts is None else self._watched(config)
         self.dtype: torch.dtype = config.params_dtype
         for layer in self.decoder.layers:
             layer.self_attention.scores = shape.attention.scores(layer.layer_number - 1)
@@ -157,10 +157,12 @@ class MegatronModel(GPTModel):
         return embedded
 
     def _watched(self, config: TransformerConfig) -> RouterWatch:
-        watch = RouterWatch(config)
+        watch = RouterWatch(config, self.shape)
         for layer in self.decoder.layers:
-            router: RowRouter = layer.mlp.router
-            router.watch, router.layer = watch, layer.layer_number - 1
+            index = layer.layer_number - 1
+            if not self.shape.has_experts(index):
+                continue
+            watch.see(layer.mlp.router, index)
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
         return watch
 

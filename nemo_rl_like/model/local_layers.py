@@ -7,12 +7,14 @@ DDP keeps for it, so that it is written once and not added a second time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, rotate, rotated
 from nemo_rl_like.model.bare_function import Function
@@ -42,22 +44,23 @@ from nemo_rl_like.model.mcore import (
 from nemo_rl_like.model.router import RowRouter
 
 
-def local_layer_spec(config: ModelConfig) -> ModuleSpec:
-    """One layer of the model on the CPU."""
-    traits, experts = config.traits, None if config.experts is None else config.experts.count
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=traits.qk_norm, normalization="RMSNorm")
+def local_layer_spec(config: ModelConfig, index: int) -> ModuleSpec:
+    """One layer of the model on the CPU, counted from 0 over the whole model."""
+    traits, experts = config.traits, config.experts.count if config.experts and config.has_experts(index) else None
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_norm, normalization="RMSNorm")
     norm = NORMS[traits.norm]
     spec.module, layer = (NormedLayer if traits.post_norms else LocalLayer), spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     layer.self_attention.module, attention = LocalSelfAttention, layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = LocalColumnLinear, LocalRowLinear
     attention.core_attention = IdentityOp  # the layout attends
-    if traits.qk_norm:
+    if config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if experts is not None:
         linears = MLPSubmodules(linear_fc1=LocalColumnLinear, linear_fc2=LocalRowLinear)
         layer.mlp.submodules.experts = ModuleSpec(module=LocalExperts, submodules=linears)
         layer.mlp.submodules.router = RowRouter
+        layer.mlp.submodules.shared_experts = ModuleSpec(module=LocalSharedExpert, submodules=linears)
         return spec
     layer.mlp.module = _MLPS[traits.activation]
     layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = LocalColumnLinear, LocalRowLinear
@@ -180,6 +183,13 @@ class SquaredReluMlp(LocalMlp):
 _MLPS: Mapping[Activation, type[LocalMlp]] = {"silu": LocalMlp, "gelu_tanh": GeluMlp, "relu2": SquaredReluMlp}
 
 
+def _of_width(config: TransformerConfig, width: int) -> TransformerConfig:
+    """The same for feed-forward layers so wide: Megatron's second product reads the width there."""
+    changed = copy(config)
+    changed.ffn_hidden_size = width
+    return changed
+
+
 class LocalExperts(MegatronModule):
     """This rank's experts of one layer, one after the other."""
 
@@ -191,12 +201,13 @@ class LocalExperts(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
+        width = config.moe_ffn_hidden_size
         self.local_experts = torch.nn.ModuleList(
             LocalMlp(
-                config,
+                _of_width(config, width),
                 submodules,
                 is_expert=True,
-                ffn_hidden_size=config.moe_ffn_hidden_size,
+                ffn_hidden_size=width,
                 tp_group=pg_collection.expt_tp,
             )
             for _ in range(num_local_experts)
@@ -207,6 +218,28 @@ class LocalExperts(MegatronModule):
         counts = tokens_per_expert.tolist()
         parts = zip(self.local_experts, tokens.split(counts), weights.split(counts), strict=True)
         return torch.cat([expert(part, weight)[0] for expert, part, weight in parts]), None
+
+
+class LocalSharedExpert(LocalMlp):
+    """The expert that every token passes, times the sigmoid of its gate where it has one."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, gate: bool, pg_collection: ProcessGroupCollection
+    ) -> None:
+        width = config.moe_shared_expert_intermediate_size
+        super().__init__(_of_width(config, width), submodules, ffn_hidden_size=width, tp_group=pg_collection.tp)
+        self.gate_weight: torch.nn.Parameter | None = None
+        if gate:
+            self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+            # With sequence parallelism each rank has the gradient of its tokens only.
+            setattr(self.gate_weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, hidden_states: Tensor, *unused: object) -> Tensor:  # type: ignore[override]  # as Megatron's shared expert
+        """[s, b, H] -> [s, b, H]."""
+        out, _ = super().forward(hidden_states)
+        if self.gate_weight is None:
+            return out
+        return out * functional.linear(hidden_states, self.gate_weight).sigmoid()
 
 
 class LocalColumnLinear(ColumnParallelLinear):

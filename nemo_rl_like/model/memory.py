@@ -112,6 +112,8 @@ def _require_known(config: ModelConfig) -> None:
         "norms with a bias or weights that count from one": config.traits.norm != "rms",
         "norms behind attention and feed-forward layers": config.traits.post_norms,
         "feed-forward layers without a gate": not config.traits.gated,
+        "an expert that every token passes": config.experts is not None and config.experts.shared_width > 0,
+        "experts in some layers only": config.experts is not None and config.has_dense_layers,
     }
     found = [name for name, present in unknown.items() if present]
     if found:
@@ -160,9 +162,9 @@ def _layer_parameters(config: ModelConfig, layout: LayoutSpec) -> Iterator[int]:
     yield from (config.hidden_size, config.hidden_size)  # norms before attention and feed-forward
     yield sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"]
     yield sizes["o_proj"]
-    if config.traits.qkv_bias:
+    if config.qkv_bias:
         yield (config.heads + 2 * config.kv_heads) * config.head_dim // layout.tp
-    if config.traits.qk_norm:
+    if config.qk_norm:
         yield from (config.head_dim, config.head_dim)
     if config.experts is not None:
         yield config.experts.count * config.hidden_size  # the router, whole on every rank

@@ -38,6 +38,8 @@ class Entry:
     """Global layer index; None outside the layers."""
     expert: int | None = None
     """Global index of the expert within the layer; None outside the experts."""
+    fixed: bool = False
+    """float32 at any type of the model, and no optimizer trains it."""
 
 
 def entries_of(config: ModelConfig) -> Iterator[Entry]:
@@ -66,10 +68,10 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
         qkv = _one_below_the_other("self_attn.qkv_proj", qkv)
     weights = hf(*(f"{p}.weight" for p in qkv))
     yield entry("qkv", weights, tuple(qkv.values()), ("self_attention.linear_qkv.weight",))
-    if config.traits.qkv_bias:
+    if config.qkv_bias:
         shapes = tuple(shape[:1] for shape in qkv.values())
         yield entry("qkv", hf(*(f"{p}.bias" for p in qkv)), shapes, ("self_attention.linear_qkv.bias",))
-    if config.traits.qk_norm:
+    if config.qk_norm:
         for x in "qk":
             yield from norm(hf(f"self_attn.{x}_norm")[0], (f"self_attention.{x}_layernorm.",), config.head_dim)
     out = hf("self_attn.o_proj.weight")
@@ -78,16 +80,17 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
         yield from norm(hf("post_attention_layernorm")[0], ("post_attention_layernorm.",), hidden)
         yield from norm(hf("post_feedforward_layernorm")[0], ("post_mlp_layernorm.",), hidden)
     yield from norm(before_mlp, ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), hidden)
-    if config.experts is not None:
+    if config.has_experts(layer):
         yield from _expert_entries(config, layer)
         return
-    gate_up = {f"mlp.{p}": matrices[p] for p in config.traits.projections}
+    dense = config.ffn_shapes(config.intermediate_size)
+    gate_up = {f"mlp.{p}": dense[p] for p in config.traits.projections}
     if config.traits.packed:
         gate_up = _one_below_the_other("mlp.gate_up_proj", gate_up)
     weights = hf(*(f"{p}.weight" for p in gate_up))
     packing: Packing = "gate_up" if config.traits.gated else "rows"
     yield entry(packing, weights, tuple(gate_up.values()), ("mlp.linear_fc1.weight",))
-    yield entry("columns", hf("mlp.down_proj.weight"), (matrices["down_proj"],), ("mlp.linear_fc2.weight",))
+    yield entry("columns", hf("mlp.down_proj.weight"), (dense["down_proj"],), ("mlp.linear_fc2.weight",))
 
 
 def _norm_entries(
@@ -113,12 +116,31 @@ def _expert_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
     block = f"model.layers.{layer}.{names.block}"
     router = ((experts.count, config.hidden_size),)
     yield Entry("whole", (f"{block}.gate.weight",), router, ("mlp.router.weight",), layer)
+    if names.bias:
+        bias = (f"{block}.gate.e_score_correction_bias",)
+        yield Entry("whole", bias, ((experts.count,),), ("mlp.router.score_bias",), layer, fixed=True)
+    yield from _shared_entries(config, block, layer)
     for i in range(experts.count):
         hf = tuple(f"{block}.experts.{i}.{x}.weight" for x in (gate, up))
         yield Entry("gate_up", hf, (shapes[0], shapes[1]), _expert_names("linear_fc1"), layer, i)
         yield Entry(
             "columns", (f"{block}.experts.{i}.{down}.weight",), (shapes[2],), _expert_names("linear_fc2"), layer, i
         )
+
+
+def _shared_entries(config: ModelConfig, block: str, layer: int) -> Iterator[Entry]:
+    """The expert of `block` that every token passes, if there is one, and its gate."""
+    experts, names = config.experts, config.traits.experts
+    if experts is None or names is None or names.shared is None:
+        return
+    gate, up, down = config.ffn_shapes(experts.shared_width).values()
+    hf, mcore = f"{block}.{names.shared}", "mlp.shared_experts"
+    into = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
+    yield Entry("gate_up", into, (gate, up), (f"{mcore}.linear_fc1.weight",), layer)
+    yield Entry("columns", (f"{hf}.down_proj.weight",), (down,), (f"{mcore}.linear_fc2.weight",), layer)
+    if names.shared_gate is not None:
+        name = (f"{block}.{names.shared_gate}.weight",)
+        yield Entry("whole", name, ((1, config.hidden_size),), (f"{mcore}.gate_weight",), layer)
 
 
 def _expert_names(part: str) -> tuple[str, str]:

@@ -63,6 +63,11 @@ class WeightMap:
         part.entries, part._whole = tuple(filter(keep, self.entries)), False
         return part
 
+    @property
+    def trained(self) -> WeightMap:
+        """The map of what an optimizer trains."""
+        return self.only(lambda entry: not entry.fixed)
+
     def owns(self, name: str) -> bool:
         """Whether a Megatron parameter belongs to this map."""
         return ADAPTER not in name
@@ -254,6 +259,9 @@ class WeightMap:
         return MCORE_HEAD if tied and model.post_process and not model.pre_process else None
 
     def _harmless(self, key: str) -> bool:
+        if self._config.traits.further_layers and key.startswith("model.layers."):
+            index = key.split(".")[2]
+            return index.isdecimal() and int(index) >= self._config.layers
         return key.endswith("rotary_emb.inv_freq") or (self._config.tie_embeddings and key == HEAD)
 
 

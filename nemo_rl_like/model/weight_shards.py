@@ -24,12 +24,13 @@ class Gather:
     def to_rank_zero(self, entry: Entry, leader: int, local: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         """The whole tensor on global rank 0, None elsewhere. `leader`: first of the global ranks that hold it."""
         full: Tensor | None = None
+        dtype = torch.float32 if entry.fixed else self._dtype
         group = group_of(entry)
         if dist.get_process_group_ranks(group)[0] == leader:
             if local is None:
                 raise ValueError(f"rank {self._rank} has no Megatron parameter for {entry.hf}")
-            if local.dtype is not self._dtype:
-                raise ValueError(f"{entry.hf}: tensors must share one dtype, got {local.dtype} beside {self._dtype}")
+            if local.dtype is not dtype:
+                raise ValueError(f"{entry.hf}: tensors must share one dtype, got {local.dtype} beside {dtype}")
             full = gathered(entry, local.detach(), group, 0)
         if leader == 0:
             return full
@@ -37,7 +38,7 @@ class Gather:
             dist.send(full.contiguous(), dst=0)
         if self._rank != 0:
             return None
-        received = torch.empty(shape, dtype=self._dtype, device=self._device)
+        received = torch.empty(shape, dtype=dtype, device=self._device)
         dist.recv(received, src=leader)
         return received
 

@@ -49,8 +49,9 @@ def settings_of(spec: OptimizerSpec, entries: Sequence[Entry]) -> dict[Entry, Se
 
 
 def is_hidden_matrix(entry: Entry) -> bool:
-    """Whether Muon orthogonalises the parameter: a matrix of a layer, but not a router, whose rows are choices."""
-    return entry.layer is not None and len(entry.shapes[0]) == 2 and not entry.names[0].startswith(_ROUTER)
+    """Whether Muon orthogonalises the parameter: a matrix of a layer with several rows, but not a router, whose rows are choices."""
+    shape = entry.shapes[0]
+    return entry.layer is not None and len(shape) == 2 and shape[0] > 1 and not entry.names[0].startswith(_ROUTER)
 
 
 def _usual(spec: OptimizerSpec, entry: Entry) -> Settings:

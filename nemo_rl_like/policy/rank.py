@@ -122,6 +122,8 @@ class PolicyRank:
         step = self.backend.step()
         if step is None:
             raise NonFinite(f"update {self.backend.updates}: a gradient is not finite, the step was not made")
+        if self.backend.watch is not None:
+            self.backend.watch.move_biases(self._spec.router.bias_update_rate)
         faults.point("optimizer.mid")
         trained = {"grad_norm": step.grad_norm, "lr": step.lr, "trained_rows": float(stats.live_rows.sum())}
         return {**metrics, **trained, **walked.passes}

@@ -40,7 +40,7 @@ class PolicyStore:
         self._config = config
         self._map = WeightMap(config)
         self._lora = lora
-        self.trained: WeightMap = self._map if lora is None else AdapterMap(config, lora)
+        self.trained: WeightMap = self._map.trained if lora is None else AdapterMap(config, lora)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
     def sections(self, optimizer: PolicyOptimizer | None, prefix: str = "") -> Iterator[tuple[str, Iterator[Packed]]]:
@@ -85,8 +85,8 @@ class PolicyStore:
 
     def load_weights(self, folder: Path, prefix: str = "") -> None:
         """Take what this rank trains from a checkpoint: its weights, or its adapters beside the base, which stays."""
-        section = "weights" if self._lora is None else ADAPTER
-        self.trained.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
+        held, section = (self._map, "weights") if self._lora is None else (self.trained, ADAPTER)
+        held.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
 
     def load_optimizer(self, folder: Path, optimizer: PolicyOptimizer, updates: int) -> None:
         """Take this rank's optimizer state from `folder`, as it was after `updates` optimizer steps.

@@ -83,12 +83,15 @@ class Fp8Spec(Spec):
 
 
 class RouterSpec(Spec):
-    """Losses that a model with experts adds to each training step, for every row and layer alike."""
+    """What keeps the load of a model's experts even: losses of each training step, for every row and layer alike, or biases."""
 
     balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the loss that is least when a row's tokens use all experts alike (DeepSeek-V3, arXiv 2412.19437)."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the squared log-normaliser of the router's logits (ST-MoE, arXiv 2202.08906)."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """What each expert's bias moves by after a step, in models that have one (Wang et al. 2024, arXiv 2408.15664); DeepSeek-V3 was trained
+    with 0.001. 0: biases stay."""
 
 
 class RecomputeSpec(Spec):
@@ -149,10 +152,18 @@ class PolicySpec(Spec):
     recompute: RecomputeSpec | None = None
     """Compute activations again in the backward pass instead of keeping them; default: keep them."""
     router: RouterSpec = RouterSpec()
-    """Losses of a model with experts."""
+    """How a model with experts balances them."""
     lora: LoraSpec | None = None
     """Train adapters instead of the whole model; default: off."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary-sized logits exist at once, in tokens."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = all cores divided by ranks."""
+
+    @model_validator(mode="after")
+    def _adapters_leave_biases(self) -> PolicySpec:
+        if self.lora is not None and self.router.bias_update_rate:
+            raise ValueError(
+                "`router.bias_update_rate` moves biases of the base model, which `lora` leaves as it is; leave one of the two out"
+            )
+        return self

@@ -88,7 +88,7 @@ def test_logprobs_and_gradients_equal_hugging_face_for_any_layout_and_split(
         tiny.loss_of(out.logprobs, out.entropy, out.log_norm, weights[micro_batch.source_index]).backward()
     assert (flat - expected.logprobs).abs().max() <= 1e-5
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for name, gradient in WeightMap(model.shape).iter_hf(model, gradients):
+    for name, gradient in WeightMap(model.shape).trained.iter_hf(model, gradients):
         assert gradient is not None
         difference = (gradient - expected.gradients[name]).abs().max()
         assert difference <= 1e-5 * max(1.0, float(expected.gradients[name].abs().max())), name

@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -17,6 +18,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -55,6 +57,20 @@ CONFIGS = (
         max_window_layers=1,
     ),
     NemotronConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
+    Glm4MoeConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=16,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+    ),
+    Qwen2MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, qkv_bias=False, norm_topk_prob=True),
     Phi3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, partial_rotary_factor=0.75),
     Qwen3MoeConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=6, num_experts_per_tok=2
@@ -67,6 +83,20 @@ ATTENTION_KEYS = (
     "final_logit_softcapping",
     "query_pre_attn_scalar",
 )
+ROUTER_KEYS = (
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "n_shared_experts",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "shared_expert_intermediate_size",
+)
+GLM = next(config for config in CONFIGS if config.model_type == "glm4_moe")
 BASE = ModelConfig.from_hf_dict(CONFIGS[0].to_dict()).to_hf_dict()
 
 
@@ -82,16 +112,10 @@ def test_what_is_written_is_read_back_here_and_by_transformers(config: PreTraine
     assert theirs.rope_parameters == config.rope_parameters
     for name in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "eos_token_id"):
         assert getattr(theirs, name) == getattr(config, name), name
-    for name in (
-        *ATTENTION_KEYS,
-        "rms_norm_eps",
-        "norm_eps",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-    ):
+    for name in (*ATTENTION_KEYS, *ROUTER_KEYS, "rms_norm_eps", "norm_eps"):
         assert getattr(theirs, name, None) == getattr(config, name, None), name
+    for name in ("attention_bias", "use_qk_norm", "qkv_bias"):
+        assert getattr(theirs, name, False) == getattr(config, name, False), name
 
 
 def test_the_older_keys_of_gemma_3_are_read_too() -> None:
@@ -118,7 +142,7 @@ def test_the_older_rope_theta_is_read_too() -> None:
     [
         (
             {"model_type": "bloom"},
-            "model_type is 'bloom'; supported are gemma2, gemma3_text, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen3",
+            "model_type is 'bloom'; supported are gemma2, gemma3_text, glm4_moe, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen2_moe, qwen3",
         ),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
@@ -182,6 +206,40 @@ def test_experts_that_are_not_supported_are_refused_by_name(change: dict[str, ob
     with pytest.raises(InputError) as caught:
         ModelConfig.from_hf_dict({**raw, **change}, source="folder/config.json")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
+        ({"n_group": 3}, "n_group is 3, which does not divide the 16 experts into groups of 2 or more"),
+        ({"n_group": 16}, "n_group is 16"),
+        ({"topk_group": 1}, "topk_group is 1 of 4 groups, which have too few of the 16 experts for 8 a token"),
+        ({"topk_group": 5}, "topk_group is 5 of 4 groups"),
+        ({"first_k_dense_replace": 46}, "first_k_dense_replace is 46; expected less than the 46 layers"),
+    ],
+)
+def test_routers_that_are_not_supported_are_refused_by_name(change: dict[str, object], named: str) -> None:
+    raw = ModelConfig.from_hf_dict(GLM.to_dict()).to_hf_dict()
+    with pytest.raises(InputError) as caught:
+        ModelConfig.from_hf_dict({**raw, **change}, source="folder/config.json")
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "named"),
+    [
+        ({"intermediate_size": 1001}, 2, r"intermediate_size \(1001\)"),
+        ({"moe_intermediate_size": 9, "n_shared_experts": 1}, 2, r"shared expert's width \(9\)"),
+    ],
+)
+def test_tensor_parallelism_must_divide_dense_layers_and_the_shared_expert(
+    change: dict[str, object], tp: int, named: str
+) -> None:
+    shape = ModelConfig.from_hf_dict({**GLM.to_dict(), **change})
+    with pytest.raises(InputError, match=named):
+        shape.check_layout(LayoutSpec(tp=tp, sp=True, etp=1))
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,14 @@ def test_a_damaged_model_folder_is_refused(
         (("policy.layout.dp=2", "policy.layout.ep=2", "cluster.devices=2"), ("has `ep` or `etp`", "no experts")),
         (("policy.layout.ep=2",), ("`ep` * `etp` is 2 * 1", "`dp` * `cp` * `tp` (1 * 1 * 1)", "raise `dp`")),
         (("policy.router.z_loss=0.1",), ("`policy.router` has losses", "no experts")),
+        (
+            (*EXPERTS, "policy.router.bias_update_rate=0.001"),
+            ("`policy.router.bias_update_rate` is 0.001", "qwen3_moe model's experts have no bias", "balance_loss"),
+        ),
+        (
+            (*EXPERTS, "policy.router.bias_update_rate=0.001", "policy.lora={targets: [q_proj]}"),
+            ("`router.bias_update_rate` moves biases of the base model", "`lora`", "leave one of the two out"),
+        ),
         (("policy.recompute={kind: selective, layers: 2}",), ("`layers` goes with `kind: full`",)),
         (("model.init.family=mixtral",), ("needs `experts`",)),
         (("model.init.experts=4",), ("has no `experts`",)),

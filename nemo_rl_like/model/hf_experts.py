@@ -1,0 +1,121 @@
+"""The experts of a model, from and to a Hugging Face `config.json`: how many, how a token gets to them, and what every token passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_rl_like.model.families import ExpertNames
+from nemo_rl_like.model.hf_fields import HfFields
+
+_GROUPS, _GROUPS_PER_TOKEN, _PER_TOKEN = "n_group", "topk_group", "num_experts_per_tok"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The feed-forward layers of which a router chooses some for each token."""
+
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that a token passes."""
+    width: int
+    """Width of one expert's feed-forward layer, in channels."""
+    normalize: bool
+    """The weights of a token's experts are made to sum to 1."""
+    scale: float = 1.0
+    """Factor of the weights, after that."""
+    groups: int = 1
+    """Equal groups of neighbouring experts."""
+    groups_per_token: int = 1
+    """Groups whose experts a token may pass."""
+    shared_width: int = 0
+    """Width of the expert that every token passes, in channels; 0: there is none."""
+    first_dense: int = 0
+    """First layers that are dense, `intermediate_size` wide."""
+
+    def to_hf_dict(self, names: ExpertNames) -> dict[str, object]:
+        """The part of a config.json that says so, in the words of a family."""
+        found: dict[str, object] = {names.count: self.count, _PER_TOKEN: self.per_token, names.width: self.width}
+        if names.normalize is not None:
+            found[names.normalize] = self.normalize
+        if names.scale is not None:
+            found[names.scale] = self.scale
+        if names.groups:
+            found |= {_GROUPS: self.groups, _GROUPS_PER_TOKEN: self.groups_per_token}
+        if names.shared_count is not None:
+            found[names.shared_count] = self.shared_width // self.width
+        if names.shared_width is not None:
+            found[names.shared_width] = self.shared_width
+        if names.first_dense is not None:
+            found[names.first_dense] = self.first_dense
+        return found
+
+
+class ExpertsReader(HfFields):
+    """Reads what a config says of experts."""
+
+    def config(self, names: ExpertNames, layers: int) -> ExpertsConfig:
+        """Of a model of so many layers. Raises InputError naming the field that is not supported."""
+        count = self.integer("num_local_experts" if names.count not in self._raw else names.count)
+        per_token = self.integer(_PER_TOKEN)
+        if per_token > count:
+            raise self.error(_PER_TOKEN, f"is {per_token}, more than the {count} experts")
+        normalize = True
+        if names.normalize is not None:
+            normalize = bool(self._raw.get(names.normalize, names.normalize_default))
+        if normalize and per_token == 1:
+            raise self.error(_PER_TOKEN, "is 1, so the weight of a token's expert would always be 1")
+        self._refuse_unsupported(names)
+        width = self.integer(names.width)
+        groups, groups_per_token = self._groups(names, count, per_token)
+        return ExpertsConfig(
+            count,
+            per_token,
+            width,
+            normalize,
+            scale=1.0 if names.scale is None else self.number(names.scale, 1.0),
+            groups=groups,
+            groups_per_token=groups_per_token,
+            shared_width=self._shared_width(names, width),
+            first_dense=0 if names.first_dense is None else self._first_dense(names.first_dense, layers),
+        )
+
+    def _groups(self, names: ExpertNames, count: int, per_token: int) -> tuple[int, int]:
+        """How many groups there are, and how many of them a token's experts may be in."""
+        if not names.groups:
+            return 1, 1
+        groups = self.integer(_GROUPS, 1)
+        chosen = self.integer(_GROUPS_PER_TOKEN, groups)
+        if count % groups or count // groups < names.group_best:
+            raise self.error(
+                _GROUPS,
+                f"is {groups}, which does not divide the {count} experts into groups of {names.group_best} or more",
+            )
+        if chosen > groups or per_token > count // groups * chosen:
+            raise self.error(
+                _GROUPS_PER_TOKEN,
+                f"is {chosen} of {groups} groups, which have too few of the {count} experts for {per_token} a token",
+            )
+        return groups, chosen
+
+    def _shared_width(self, names: ExpertNames, width: int) -> int:
+        if names.shared_count is not None:
+            return self.integer(names.shared_count, 1) * width
+        return 0 if names.shared_width is None else self.integer(names.shared_width)
+
+    def _first_dense(self, name: str, layers: int) -> int:
+        value = self._raw.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < layers:
+            raise self.error(name, f"is {value!r}; expected less than the {layers} layers")
+        return value
+
+    def _refuse_unsupported(self, names: ExpertNames) -> None:
+        for name in ("decoder_sparse_step", "moe_layer_freq"):
+            if self._raw.get(name, 1) != 1:
+                raise self.error(name, "is not 1; only experts in every layer are supported")
+        if self._raw.get("mlp_only_layers"):
+            raise self.error("mlp_only_layers", "is not empty; only experts in every layer are supported")
+        if self.number("router_jitter_noise", 0.0):
+            raise self.error("router_jitter_noise", "is not 0; noise is not supported")
+        if self._raw.get("scoring_func", names.score) != names.score:
+            raise self.error("scoring_func", f"is {self._raw['scoring_func']!r}; only {names.score!r} is supported")
