@@ -117,6 +117,7 @@ def _not_on_transformer_engine(config: ModelConfig) -> list[str]:
     """What the model needs that the layers of `te_attention` do not have."""
     lacking = {
         "a sliding window": config.attention.window is not None,
+        "latent attention": config.latent is not None,
         "capped attention scores": config.attention.score_cap is not None,
         "scores scaled by a number of their own": config.attention.score_scalar is not None,
         "norms behind attention and feed-forward layers": config.traits.post_norms,

@@ -74,7 +74,7 @@ class MegatronModel(GPTModel):
         self.watch = None if shape.experts is None else self._watched(config)
         self.dtype: torch.dtype = config.params_dtype
         for layer in self.decoder.layers:
-            layer.self_attention.scores = shape.attention.scores(layer.layer_number - 1)
+            layer.self_attention.scores = shape.scores(layer.layer_number - 1)
         self._frequencies = rotary_frequencies(shape.rotary_dim, shape.rope_theta, shape.rope_scaling)
         self._amplitude = rotary_amplitude(shape.rope_scaling)
         self._window_frequencies: Tensor | None = None

@@ -10,10 +10,12 @@ from pathlib import Path
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES, ExpertNames, Family
 from nemo_rl_like.model.families.family import Activation
-from nemo_rl_like.model.hf_attention import PLAIN_ATTENTION, AttentionConfig, AttentionReader
+from nemo_rl_like.model.hf_attention import PLAIN_ATTENTION, AttentionConfig, AttentionReader, Scores
 from nemo_rl_like.model.hf_experts import ExpertsConfig, ExpertsReader
 from nemo_rl_like.model.hf_fields import HfFields
+from nemo_rl_like.model.hf_latent import LatentConfig, LatentReader
 from nemo_rl_like.model.hf_rope import RopeReader, rope_by_layer, rope_to_hf_dict
+from nemo_rl_like.model.rope import score_amplitude
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
@@ -75,6 +77,8 @@ class ModelConfig:
     """Logits z become cap tanh(z / cap); None: they stay."""
     experts: ExpertsConfig | None = None
     """What stands in the place of the feed-forward layer; None: a dense model."""
+    latent: LatentConfig | None = None
+    """What keys and values are made from, where that is narrower than they are; `head_dim` is the width of queries and keys then."""
     own_qkv_bias: bool | None = None
     """Whether queries, keys and values have a bias, where the config.json says so and not the family."""
     own_qk_norm: bool | None = None
@@ -98,7 +102,15 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that positions turn."""
-        return int(self.head_dim * self.rotary_share)
+        return int(self.head_dim * self.rotary_share) if self.latent is None else self.latent.rotary_width
+
+    def scores(self, layer: int) -> Scores:
+        """What a layer, counted from 0 over the whole model, makes of its attention's scores."""
+        found = self.attention.scores(layer)
+        if self.latent is None:
+            return found
+        # YaRN's temperature is a factor of queries and keys; only a part of theirs is turned by positions and carries it.
+        return replace(found, scale=self.head_dim**-0.5 * score_amplitude(self.rope_scaling) ** 2)
 
     @property
     def ffn_width(self) -> int:
@@ -129,6 +141,8 @@ class ModelConfig:
     def projections(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each matrix of a layer, by Hugging Face's name; of one expert's where there are experts."""
         hidden = self.hidden_size
+        if self.latent is not None:
+            return {**self.latent.projections(hidden, self.heads), **self.ffn_shapes(self.ffn_width)}
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (queries, hidden),
@@ -208,6 +222,7 @@ class ModelConfig:
             "initializer_range": self.init_std,
             self.traits.norm_eps_key: self.norm_eps,
             **self.experts_to_hf_dict(),
+            **({} if self.latent is None else self.latent.to_hf_dict(self.traits.interleave_key)),
             **self.switches_to_hf_dict(),
             **self.positions_to_hf_dict(),
             **self.attention.to_hf_dict(self.traits),
@@ -355,7 +370,10 @@ class _Reader(HfFields):
         kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise self.error("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} query heads")
-        head_dim = self.integer("head_dim", family.head_dim or hidden // heads)
+        latent = None
+        if family.latent:
+            latent = LatentReader(self._raw, self._source).config(heads, family.interleave_key)
+        head_dim = latent.head_dim if latent else self.integer("head_dim", family.head_dim or hidden // heads)
         max_positions = self.integer("max_position_embeddings", 2048)
         rope = RopeReader(self._raw, self._source)
         share = rope.share(family.rotary_share)
@@ -385,6 +403,7 @@ class _Reader(HfFields):
             eos_token_ids=self.token_ids("eos_token_id"),
             pad_token_id=self.token_id("pad_token_id"),
             score_head=self._score_head(family),
+            latent=latent,
             own_qkv_bias=self._switch(family.qkv_bias_key, family.qkv_bias),
             own_qk_norm=self._switch(family.qk_norm_key, family.qk_norm),
         )

@@ -9,6 +9,8 @@ from nemo_rl_like.model.hf_fields import HfFields
 
 _GROUPS, _GROUPS_PER_TOKEN, _PER_TOKEN = "n_group", "topk_group", "num_experts_per_tok"
 
+_METHODS = ("greedy", "group_limited_greedy")
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
@@ -40,6 +42,8 @@ class ExpertsConfig:
             found[names.normalize] = self.normalize
         if names.scale is not None:
             found[names.scale] = self.scale
+        if names.method is not None:
+            found[names.method] = _METHODS[self.groups > 1]
         if names.groups:
             found |= {_GROUPS: self.groups, _GROUPS_PER_TOKEN: self.groups_per_token}
         if names.shared_count is not None:
@@ -63,6 +67,8 @@ class ExpertsReader(HfFields):
         normalize = True
         if names.normalize is not None:
             normalize = bool(self._raw.get(names.normalize, names.normalize_default))
+        if normalize and not names.may_normalize:
+            raise self.error(str(names.normalize), "is true, which transformers ignores; set it to false")
         if normalize and per_token == 1:
             raise self.error(_PER_TOKEN, "is 1, so the weight of a token's expert would always be 1")
         self._refuse_unsupported(names)
@@ -82,7 +88,7 @@ class ExpertsReader(HfFields):
 
     def _groups(self, names: ExpertNames, count: int, per_token: int) -> tuple[int, int]:
         """How many groups there are, and how many of them a token's experts may be in."""
-        if not names.groups:
+        if not names.groups or (names.method is not None and not self._grouped(names.method)):
             return 1, 1
         groups = self.integer(_GROUPS, 1)
         chosen = self.integer(_GROUPS_PER_TOKEN, groups)
@@ -97,6 +103,12 @@ class ExpertsReader(HfFields):
                 f"is {chosen} of {groups} groups, which have too few of the {count} experts for {per_token} a token",
             )
         return groups, chosen
+
+    def _grouped(self, name: str) -> bool:
+        method = self._raw.get(name, _METHODS[0])
+        if method not in _METHODS:
+            raise self.error(name, f"is {method!r}; supported are {' and '.join(_METHODS)}")
+        return method == _METHODS[1]
 
     def _shared_width(self, names: ExpertNames, width: int) -> int:
         if names.shared_count is not None:

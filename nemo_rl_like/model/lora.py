@@ -207,6 +207,10 @@ def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
     """Raise InputError for a projection that cannot have an adapter in this model."""
     where = ""
     without: set[str] = set()
+    if config.latent is not None:
+        raise InputError(
+            f"policy.lora is given, but a {config.family} model has latent attention, whose projections have no adapters; leave policy.lora out"
+        )
     if config.experts is not None:
         without, where = set(FFN_PROJECTIONS), "in experts of a {family} model, and experts have no adapters"
     elif config.traits.packed:

@@ -107,6 +107,7 @@ def _require_known(config: ModelConfig) -> None:
     """Raise InputError for a model whose memory no count here describes."""
     unknown = {
         "a sliding window": config.attention.window is not None,
+        "latent attention": config.latent is not None,
         "capped attention scores": config.attention.score_cap is not None,
         "capped logits": config.logit_cap is not None,
         "norms with a bias or weights that count from one": config.traits.norm != "rms",

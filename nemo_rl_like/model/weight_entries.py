@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal
 
 from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, QKV_PROJECTIONS, ModelConfig
+from nemo_rl_like.model.hf_latent import LatentConfig
 
 Packing = Literal["vocab", "qkv", "gate_up", "rows", "columns", "whole"]
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
@@ -55,7 +56,7 @@ def entries_of(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    hidden, matrices = config.hidden_size, config.projections
+    hidden = config.hidden_size
 
     def hf(*names: str) -> tuple[str, ...]:
         return tuple(f"model.layers.{layer}.{name}" for name in names)
@@ -63,19 +64,7 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
     entry, norm = partial(Entry, layer=layer), partial(_norm_entries, config, layer=layer)
     before_mlp = hf("pre_feedforward_layernorm" if config.traits.post_norms else "post_attention_layernorm")[0]
     yield from norm(hf("input_layernorm")[0], ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"), hidden)
-    qkv = {f"self_attn.{p}": matrices[p] for p in QKV_PROJECTIONS}
-    if config.traits.packed:
-        qkv = _one_below_the_other("self_attn.qkv_proj", qkv)
-    weights = hf(*(f"{p}.weight" for p in qkv))
-    yield entry("qkv", weights, tuple(qkv.values()), ("self_attention.linear_qkv.weight",))
-    if config.qkv_bias:
-        shapes = tuple(shape[:1] for shape in qkv.values())
-        yield entry("qkv", hf(*(f"{p}.bias" for p in qkv)), shapes, ("self_attention.linear_qkv.bias",))
-    if config.qk_norm:
-        for x in "qk":
-            yield from norm(hf(f"self_attn.{x}_norm")[0], (f"self_attention.{x}_layernorm.",), config.head_dim)
-    out = hf("self_attn.o_proj.weight")
-    yield entry("columns", out, (matrices["o_proj"],), ("self_attention.linear_proj.weight",))
+    yield from _attention_entries(config, layer)
     if config.traits.post_norms:
         yield from norm(hf("post_attention_layernorm")[0], ("post_attention_layernorm.",), hidden)
         yield from norm(hf("post_feedforward_layernorm")[0], ("post_mlp_layernorm.",), hidden)
@@ -91,6 +80,54 @@ def _layer_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
     packing: Packing = "gate_up" if config.traits.gated else "rows"
     yield entry(packing, weights, tuple(gate_up.values()), ("mlp.linear_fc1.weight",))
     yield entry("columns", hf("mlp.down_proj.weight"), (dense["down_proj"],), ("mlp.linear_fc2.weight",))
+
+
+def _attention_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
+    """Everything between the norm before attention and what is added after it."""
+    matrices = config.projections
+
+    def hf(*names: str) -> tuple[str, ...]:
+        return tuple(f"model.layers.{layer}.{name}" for name in names)
+
+    entry, norm = partial(Entry, layer=layer), partial(_norm_entries, config, layer=layer)
+    if config.latent is not None:
+        yield from _latent_entries(config, config.latent, layer)
+        return
+    qkv = {f"self_attn.{p}": matrices[p] for p in QKV_PROJECTIONS}
+    if config.traits.packed:
+        qkv = _one_below_the_other("self_attn.qkv_proj", qkv)
+    weights = hf(*(f"{p}.weight" for p in qkv))
+    yield entry("qkv", weights, tuple(qkv.values()), ("self_attention.linear_qkv.weight",))
+    if config.qkv_bias:
+        shapes = tuple(shape[:1] for shape in qkv.values())
+        yield entry("qkv", hf(*(f"{p}.bias" for p in qkv)), shapes, ("self_attention.linear_qkv.bias",))
+    if config.qk_norm:
+        for x in "qk":
+            yield from norm(hf(f"self_attn.{x}_norm")[0], (f"self_attention.{x}_layernorm.",), config.head_dim)
+    out = hf("self_attn.o_proj.weight")
+    yield entry("columns", out, (matrices["o_proj"],), ("self_attention.linear_proj.weight",))
+
+
+def _latent_entries(config: ModelConfig, latent: LatentConfig, layer: int) -> Iterator[Entry]:
+    """The matrices of latent attention: into the narrow vectors whole on every rank, out of them cut by heads."""
+    names: dict[str, tuple[Packing, str]] = {
+        "q_proj": ("rows", "linear_q_proj"),
+        "q_a_proj": ("whole", "linear_q_down_proj"),
+        "q_b_proj": ("rows", "linear_q_up_proj"),
+        "kv_a_proj_with_mqa": ("whole", "linear_kv_down_proj"),
+        "kv_b_proj": ("rows", "linear_kv_up_proj"),
+        "o_proj": ("columns", "linear_proj"),
+    }
+    widths = {"q_a_proj": ("q", latent.query_rank), "kv_a_proj_with_mqa": ("kv", latent.key_value_rank)}
+    prefix = f"model.layers.{layer}.self_attn"
+    for name, shape in latent.projections(config.hidden_size, config.heads).items():
+        packing, mcore = names[name]
+        yield Entry(packing, (f"{prefix}.{name}.weight",), (shape,), (f"self_attention.{mcore}.weight",), layer)
+        part, width = widths.get(name, ("", None))
+        if width is not None:
+            yield from _norm_entries(
+                config, f"{prefix}.{part}_a_layernorm", (f"self_attention.{part}_layernorm.",), width, layer
+            )
 
 
 def _norm_entries(

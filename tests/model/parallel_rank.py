@@ -69,7 +69,7 @@ MORE_EXPERT_LAYOUTS = (
     LayoutSpec(cp=2, pp=2, ep=2),
 )
 FEW, EVERY = (*LAYOUTS, *EXPERT_LAYOUTS), (*LAYOUTS, *MORE_LAYOUTS, *EXPERT_LAYOUTS, *MORE_EXPERT_LAYOUTS)
-QUICK = ("llama", "qwen3", "phi3", "gemma2", "glm4_moe")
+QUICK = ("llama", "qwen3", "phi3", "gemma2", "glm4_moe", "deepseek_v3")
 """Families that run in few layouts when not all do: one of each kind of layer and of packing."""
 BALANCED, ROUTER = "glm4_moe", RouterSpec(balance_loss=0.3, z_loss=0.05)
 """A family that is run with its routers' losses too."""

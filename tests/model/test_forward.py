@@ -103,7 +103,7 @@ def test_query_key_value_rows_rolled_by_one_are_seen(folders: dict[str, Path], f
     assert (logits_of(model, row) - expected).abs().max() <= 1e-5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "linear_qkv.weight" in name:
+            if name.endswith(("linear_qkv.weight", "linear_kv_up_proj.weight")):
                 parameter.copy_(parameter.roll(1, dims=0))
     assert (logits_of(model, row) - expected).abs().max() > 0.1
 

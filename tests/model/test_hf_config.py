@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import (
     AutoConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -24,10 +26,13 @@ from transformers import (
 )
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.model.activations import MicroBatchShape
 from nemo_rl_like.model.families import FAMILIES
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.lora import check_targets
+from nemo_rl_like.model.memory import Training
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec
 from tests.model import tiny
 
 CONFIGS = (
@@ -70,6 +75,26 @@ CONFIGS = (
         n_shared_experts=2,
         routed_scaling_factor=2.5,
     ),
+    DeepseekV2Config(
+        hidden_size=64, num_attention_heads=4, num_experts_per_tok=2, q_lora_rank=None, n_group=1, topk_group=1
+    ),
+    DeepseekV3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        rope_interleave=False,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 4096,
+            "truncate": True,
+        },
+    ),
     Qwen2MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, qkv_bias=False, norm_topk_prob=True),
     Phi3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, partial_rotary_factor=0.75),
     Qwen3MoeConfig(
@@ -96,7 +121,18 @@ ROUTER_KEYS = (
     "first_k_dense_replace",
     "shared_expert_intermediate_size",
 )
+LATENT_KEYS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "head_dim",
+    "rope_interleave",
+    "topk_method",
+)
 GLM = next(config for config in CONFIGS if config.model_type == "glm4_moe")
+DEEPSEEK_V2, DEEPSEEK_V3 = (next(c for c in CONFIGS if c.model_type == f"deepseek_v{i}") for i in (2, 3))
 BASE = ModelConfig.from_hf_dict(CONFIGS[0].to_dict()).to_hf_dict()
 
 
@@ -112,7 +148,8 @@ def test_what_is_written_is_read_back_here_and_by_transformers(config: PreTraine
     assert theirs.rope_parameters == config.rope_parameters
     for name in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "eos_token_id"):
         assert getattr(theirs, name) == getattr(config, name), name
-    for name in (*ATTENTION_KEYS, *ROUTER_KEYS, "rms_norm_eps", "norm_eps"):
+    latent = LATENT_KEYS if shape.latent is not None else ()
+    for name in (*ATTENTION_KEYS, *ROUTER_KEYS, *latent, "rms_norm_eps", "norm_eps"):
         assert getattr(theirs, name, None) == getattr(config, name, None), name
     for name in ("attention_bias", "use_qk_norm", "qkv_bias"):
         assert getattr(theirs, name, False) == getattr(config, name, False), name
@@ -142,7 +179,7 @@ def test_the_older_rope_theta_is_read_too() -> None:
     [
         (
             {"model_type": "bloom"},
-            "model_type is 'bloom'; supported are gemma2, gemma3_text, glm4_moe, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen2_moe, qwen3",
+            "model_type is 'bloom'; supported are deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm4_moe, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen2_moe, qwen3",
         ),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
@@ -225,6 +262,43 @@ def test_routers_that_are_not_supported_are_refused_by_name(change: dict[str, ob
     with pytest.raises(InputError) as caught:
         ModelConfig.from_hf_dict({**raw, **change}, source="folder/config.json")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob is true, which transformers ignores"),
+        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; supported are greedy and group_limited"),
+        (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7"),
+        (DEEPSEEK_V3, {"v_head_dim": 200}, "v_head_dim is 200, more than the 192 of queries and keys"),
+        (
+            DEEPSEEK_V3,
+            {"num_key_value_heads": 2},
+            "num_key_value_heads is 2; latent attention has keys and values for all",
+        ),
+        (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias is true"),
+        (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank is None"),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_latent_attention_that_is_not_supported_is_refused_by_name(
+    config: PreTrainedConfig, change: dict[str, object], named: str
+) -> None:
+    raw = ModelConfig.from_hf_dict(config.to_dict()).to_hf_dict()
+    with pytest.raises(InputError) as caught:
+        ModelConfig.from_hf_dict({**raw, **change}, source="folder/config.json")
+    assert named in str(caught.value)
+
+
+def test_what_latent_attention_lacks_is_refused_by_name() -> None:
+    shape = ModelConfig.from_hf_dict(DEEPSEEK_V3.to_dict())
+    with pytest.raises(InputError, match=r"policy.lora is given, but a deepseek_v3 model has latent attention"):
+        check_targets(shape, LoraSpec())
+    with pytest.raises(
+        InputError, match="the deepseek_v3 model has latent attention, an expert that every token passes"
+    ):
+        Training(shape, "float32", MicroBatchShape.packed(64, 32)).memory(LayoutSpec(), 0)
 
 
 @pytest.mark.parametrize(

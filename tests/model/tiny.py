@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -42,14 +46,14 @@ from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 VOCAB = 131
 """Odd, so that two tensor-parallel ranks need padding."""
 DENSE = ("gemma2", "gemma3_text", "llama", "llama_tied", "mistral", "nemotron", "phi3", "qwen2", "qwen3")
-MIXTURES = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families with experts."""
-SIGMOID = ("glm4_moe",)
+SIGMOID = ("deepseek_v3", "glm4_moe")
 """Those whose routers score each expert by itself."""
 FAMILIES = (*DENSE, *MIXTURES)
 FROM_ONE = ("gemma2", "gemma3_text", "nemotron")
 """Families whose norms multiply by 1 + weight."""
-OWN_KEYS = ("glm4_moe", "mistral", "qwen3_moe")
+OWN_KEYS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mistral", "qwen3_moe")
 """Families with a key and value head for each of the four query heads, the others have two."""
 _SHAPE = {
     "vocab_size": VOCAB,
@@ -63,10 +67,7 @@ _SHAPE = {
     "rope_theta": 5000.0,
 }
 _OWN_KEYS = {"num_key_value_heads": 4}
-_GLM4_MOE = {
-    "head_dim": 16,
-    "attention_bias": True,
-    "use_qk_norm": True,
+_SHARED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -75,6 +76,23 @@ _GLM4_MOE = {
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
     "first_k_dense_replace": 1,
+}
+_GLM4_MOE = {**_SHARED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}
+_LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.6,
+    },
 }
 
 
@@ -103,6 +121,11 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     elif family == "mixtral":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
         model = MixtralForCausalLM(MixtralConfig(**_SHAPE, head_dim=16, **experts))
+    elif family == "deepseek_v2":
+        choice = {"topk_method": "group_limited_greedy", "q_lora_rank": None, "v_head_dim": 12}
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**{**_SHAPE, **_OWN_KEYS, **_SHARED, **_LATENT, **choice}))
+    elif family == "deepseek_v3":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SHAPE, **_OWN_KEYS, **_SHARED, **_LATENT}))
     elif family == "glm4_moe":
         model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**_SHAPE, **_OWN_KEYS}, **_GLM4_MOE))
     elif family == "qwen2_moe":

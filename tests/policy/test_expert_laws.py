@@ -94,7 +94,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one rank and two ranks did."""
     scratch = tmp_path_factory.mktemp("experts")
     folder = scratch / "model"
-    tiny.make_model("glm4_moe").save_pretrained(folder)
+    tiny.make_model("deepseek_v3").save_pretrained(folder)
     alone = dict.fromkeys(("one", *ROWS), LayoutSpec())
     one = run_ranks(steps, 1, tmp_path_factory.mktemp("one"), folder, scratch, alone)
     two = run_ranks(steps, 2, tmp_path_factory.mktemp("two"), folder, scratch, LAYOUTS)

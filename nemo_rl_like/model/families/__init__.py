@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nemo_rl_like.model.families import (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4_moe,
@@ -24,6 +26,8 @@ from nemo_rl_like.model.families import (
 from nemo_rl_like.model.families.family import ExpertNames, Family, Windows
 
 _MODULES = (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4_moe,

@@ -30,6 +30,8 @@ class ExpertNames:
     """Key that says whether the chosen experts' weights are made to sum to 1; None: they always are."""
     normalize_default: bool = False
     """What it says where it is absent."""
+    may_normalize: bool = True
+    """False: it must say no, since transformers ignores it."""
     score: Score = "softmax"
     """What the router's logits become."""
     bias: bool = False
@@ -38,6 +40,8 @@ class ExpertNames:
     """Key of a factor of the weights."""
     groups: bool = False
     """A token may be sent to the experts of its best `topk_group` of `n_group` groups only."""
+    method: str | None = None
+    """Key that says whether there are groups, `group_limited_greedy`, or not, `greedy`, which is the default; None: `groups` says so."""
     group_best: int = 2
     """A group is as good as the sum of so many of its best experts."""
     shared: str | None = None
@@ -84,6 +88,10 @@ class Family:
     """Queries and keys pass an RMSNorm of their own, unless the config.json says otherwise under `qk_norm_key`."""
     qk_norm_key: str | None = None
     """Key that says so; None: it is the family's."""
+    latent: bool = False
+    """Keys and values of all heads are made from one narrow vector of a token (multi-head latent attention)."""
+    interleave_key: str | None = None
+    """With `latent`: key that says whether positions turn neighbouring channels; None: they do."""
     window_counts: bool = True
     """A `sliding_window` in the config.json of a family without `windows` means one; False: only with `use_sliding_window: true`."""
     windows: Windows | None = None
