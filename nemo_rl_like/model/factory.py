@@ -118,6 +118,8 @@ def _not_on_transformer_engine(config: ModelConfig) -> list[str]:
     lacking = {
         "a sliding window": config.attention.window is not None,
         "latent attention": config.latent is not None,
+        "attention sinks": config.traits.sinks,
+        "biases of every matrix": config.traits.biases,
         "capped attention scores": config.attention.score_cap is not None,
         "scores scaled by a number of their own": config.attention.score_scalar is not None,
         "norms behind attention and feed-forward layers": config.traits.post_norms,

@@ -20,6 +20,10 @@ from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
 _DEFAULT_INIT_STD = 0.02
+_UNQUANTISED = (
+    "only unquantised weights are trained: load the model in transformers with `dequantize=True` in its quantization config (Mxfp4Config, "
+    "FineGrainedFP8Config), `save_pretrained` it in bfloat16, and leave quantization_config out"
+)
 OTHERS = "Set `policy.backend: fsdp` for any causal language model that transformers loads (docs/backends.md)"
 """What to do about a model that Megatron's layers do not compute."""
 _LOGIT_CAP = "final_logit_softcapping"
@@ -329,6 +333,11 @@ class ModelConfig:
                 f"layout.etp is {layout.expert_tp} (default: tp), which does not divide the width of an expert ({experts.width}); "
                 f"use etp in {_common_divisors(experts.width)}"
             )
+        if experts.swiglu is not None and layout.expert_tp > 1:
+            raise InputError(
+                f"layout.etp is {layout.expert_tp} (default: tp), and the biases of a {self.family} model's experts are whole on every rank; "
+                "set `etp: 1`"
+            )
         if layout.tp > 1 and not layout.sp:
             raise InputError(
                 f"layout.tp is {layout.tp} with layout.sp false: each of the tensor-parallel ranks would send every token to the experts; "
@@ -376,6 +385,8 @@ class _Reader(HfFields):
         head_dim = latent.head_dim if latent else self.integer("head_dim", family.head_dim or hidden // heads)
         max_positions = self.integer("max_position_embeddings", 2048)
         rope = RopeReader(self._raw, self._source)
+        if family.stretched:
+            rope.require()
         share = rope.share(family.rotary_share)
         if int(head_dim * share) % 2:
             raise self.error("head_dim", f"is {head_dim}, of which positions turn {share:g}; they need an even width")
@@ -442,8 +453,10 @@ class _Reader(HfFields):
         if not family.logit_caps and self._raw.get(_LOGIT_CAP) is not None:
             raise self.error(_LOGIT_CAP, f"is set; a {family.model_type} model's logits are not capped")
         for name in ("attention_bias", "mlp_bias"):
-            if self._raw.get(name) and name != family.qkv_bias_key:
+            if self._raw.get(name) and name != family.qkv_bias_key and not family.biases:
                 raise self.error(name, "is true; biases beyond Qwen2's query, key and value are not supported")
+        if family.biases and not self._raw.get("attention_bias", True):
+            raise self.error("attention_bias", f"is false; every matrix of a {family.model_type} model has a bias")
         window = self._raw.get("sliding_window")
         counts = family.windows is None and (family.window_counts or self._raw.get("use_sliding_window"))
         if window and counts:
@@ -456,7 +469,7 @@ class _Reader(HfFields):
             if self.number(name, 0.0):
                 raise self.error(name, "is not 0; dropout is not supported")
         if self._raw.get("quantization_config"):
-            raise self.error("quantization_config", "is set; load unquantised weights")
+            raise self.error("quantization_config", f"is set; {_UNQUANTISED}")
 
 
 def _common_divisors(*values: int) -> list[int]:

@@ -9,7 +9,16 @@ from nemo_rl_like.model.hf_fields import HfFields
 
 _GROUPS, _GROUPS_PER_TOKEN, _PER_TOKEN = "n_group", "topk_group", "num_experts_per_tok"
 
+_ALPHA, _LIMIT = "swiglu_alpha", "swiglu_limit"
 _METHODS = ("greedy", "group_limited_greedy")
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGlu:
+    """gate sigmoid(alpha gate) (up + 1) with gate <= limit and |up| <= limit (GPT-OSS, arXiv 2508.10925)."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,8 @@ class ExpertsConfig:
     """Width of the expert that every token passes, in channels; 0: there is none."""
     first_dense: int = 0
     """First layers that are dense, `intermediate_size` wide."""
+    swiglu: ClampedSwiGlu | None = None
+    """Of experts that lie in one tensor; None: the family's activation."""
 
     def to_hf_dict(self, names: ExpertNames) -> dict[str, object]:
         """The part of a config.json that says so, in the words of a family."""
@@ -52,6 +63,8 @@ class ExpertsConfig:
             found[names.shared_width] = self.shared_width
         if names.first_dense is not None:
             found[names.first_dense] = self.first_dense
+        if self.swiglu is not None:
+            found |= {_ALPHA: self.swiglu.alpha, _LIMIT: self.swiglu.limit}
         return found
 
 
@@ -83,6 +96,7 @@ class ExpertsReader(HfFields):
             groups=groups,
             groups_per_token=groups_per_token,
             shared_width=self._shared_width(names, width),
+            swiglu=self._swiglu() if names.stacked else None,
             first_dense=0 if names.first_dense is None else self._first_dense(names.first_dense, layers),
         )
 
@@ -103,6 +117,12 @@ class ExpertsReader(HfFields):
                 f"is {chosen} of {groups} groups, which have too few of the {count} experts for {per_token} a token",
             )
         return groups, chosen
+
+    def _swiglu(self) -> ClampedSwiGlu:
+        limit = self.positive(_LIMIT, 7.0)
+        if limit is None:
+            raise self.error(_LIMIT, "is null; the experts' SwiGLU is clamped")
+        return ClampedSwiGlu(self.number(_ALPHA, 1.702), limit)
 
     def _grouped(self, name: str) -> bool:
         method = self._raw.get(name, _METHODS[0])

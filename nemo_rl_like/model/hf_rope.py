@@ -74,6 +74,13 @@ class RopeReader:
             first = error.errors()[0]
             raise self._error(".".join(str(part) for part in first["loc"]) or kind, first["msg"]) from error
 
+    def require(self) -> None:
+        """Raise InputError unless the config says how positions are stretched, or that they are not."""
+        if "rope_type" not in self._block and "type" not in self._block:
+            raise self._error(
+                "rope_type", "is absent, and transformers would stretch positions in a way of its own; say how"
+            )
+
     def _found(self) -> tuple[str, Mapping[str, object]]:
         for name in _BLOCKS:
             value = self._raw.get(name)

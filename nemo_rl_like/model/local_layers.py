@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from nemo_rl_like.model.latent_attention import LatentSelfAttention
 from nemo_rl_like.model.local_activations import GeGlu, SquaredRelu, SwiGlu
 from nemo_rl_like.model.local_linears import LocalColumnLinear, LocalRowLinear
 from nemo_rl_like.model.local_norms import NORMS, RmsNorm
+from nemo_rl_like.model.local_stacked import StackedExperts
 from nemo_rl_like.model.mcore import (
     MLP,
     IdentityOp,
@@ -49,6 +51,8 @@ def local_layer_spec(config: ModelConfig, index: int) -> ModuleSpec:
     layer.self_attention.module, attention = LocalSelfAttention, layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = LocalColumnLinear, LocalRowLinear
     attention.core_attention = IdentityOp  # the layout attends
+    if traits.sinks:
+        layer.self_attention.module = SinkSelfAttention
     if config.latent is not None:
         layer.self_attention = ModuleSpec(module=LatentSelfAttention, params={"latent": config.latent})
     if config.qk_norm:
@@ -56,6 +60,9 @@ def local_layer_spec(config: ModelConfig, index: int) -> ModuleSpec:
     if experts is not None:
         linears = MLPSubmodules(linear_fc1=LocalColumnLinear, linear_fc2=LocalRowLinear)
         layer.mlp.submodules.experts = ModuleSpec(module=LocalExperts, submodules=linears)
+        if config.experts is not None and config.experts.swiglu is not None:
+            params = {"swiglu": config.experts.swiglu}
+            layer.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params=params)
         layer.mlp.submodules.router = RowRouter
         layer.mlp.submodules.shared_experts = ModuleSpec(module=LocalSharedExpert, submodules=linears)
         return spec
@@ -126,13 +133,17 @@ class LocalSelfAttention(SelfAttention):
             raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
         call = packed_seq_params
         query, key, value = self._heads(hidden_states, call)
-        attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores))
+        attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores_of(call)))
         if self.checkpoint_core_attention and torch.is_grad_enabled():
             attended = checkpoint(attend, False, query, key, value)
         else:
             attended = attend(query, key, value)
         out: Tensor = self.linear_proj(attended)[0]
         return out, None
+
+    def scores_of(self, call: AttentionCall) -> Scores:
+        """What this layer makes of the scores of the heads that attend on this rank."""
+        return self.scores
 
     def _heads(self, hidden_states: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [s, b, heads, d], rotated keys and plain values [s, b, kv_heads, d]."""
@@ -145,6 +156,19 @@ class LocalSelfAttention(SelfAttention):
         mixed = mixed.unflatten(-1, (groups, -1, width))
         query, key, value = _SplitHeads.call(mixed, rotary.cos, rotary.sin)
         return query, key, value
+
+
+class SinkSelfAttention(LocalSelfAttention):
+    """The same with a score of each head that takes a share of the softmax."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.sinks = torch.nn.Parameter(torch.empty(self.num_attention_heads_per_partition, dtype=config.params_dtype))
+
+    def scores_of(self, call: AttentionCall) -> Scores:
+        """With context parallelism a rank attends with some of the heads."""
+        context, sinks = call.context, self.sinks
+        return replace(self.scores, sinks=sinks if context is None else sinks.chunk(context.size)[context.group.rank()])
 
 
 class LocalMlp(MLP):

@@ -52,7 +52,7 @@ class LocalRowLinear(RowParallelLinear):
             out = reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
         elif self.tp_group.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
-        return out, None
+        return (out if self.bias is None else out + self.bias), None
 
 
 class WholeLinear(torch.nn.Module):

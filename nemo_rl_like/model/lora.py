@@ -211,6 +211,11 @@ def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
         raise InputError(
             f"policy.lora is given, but a {config.family} model has latent attention, whose projections have no adapters; leave policy.lora out"
         )
+    if config.traits.biases:
+        raise InputError(
+            f"policy.lora is given, but the projections of a {config.family} model have biases, beside which adapters are not tested; leave "
+            "policy.lora out"
+        )
     if config.experts is not None:
         without, where = set(FFN_PROJECTIONS), "in experts of a {family} model, and experts have no adapters"
     elif config.traits.packed:

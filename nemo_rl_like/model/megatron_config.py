@@ -55,7 +55,7 @@ def transformer_config(
             layernorm_epsilon=config.norm_eps,
             gated_linear_unit=traits.gated,
             activation_func=_ACTIVATIONS[traits.activation],
-            add_bias_linear=False,
+            add_bias_linear=traits.biases,
             add_qkv_bias=config.qkv_bias,
             qk_layernorm=config.qk_norm,
             init_method_std=config.init_std,

@@ -108,6 +108,8 @@ def _require_known(config: ModelConfig) -> None:
     unknown = {
         "a sliding window": config.attention.window is not None,
         "latent attention": config.latent is not None,
+        "attention sinks": config.traits.sinks,
+        "biases of every matrix": config.traits.biases,
         "capped attention scores": config.attention.score_cap is not None,
         "capped logits": config.logit_cap is not None,
         "norms with a bias or weights that count from one": config.traits.norm != "rms",

@@ -14,9 +14,11 @@ from functools import partial
 from typing import Literal
 
 from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, QKV_PROJECTIONS, ModelConfig
+from nemo_rl_like.model.hf_experts import ExpertsConfig
 from nemo_rl_like.model.hf_latent import LatentConfig
 
-Packing = Literal["vocab", "qkv", "gate_up", "rows", "columns", "whole"]
+Packing = Literal["vocab", "qkv", "gate_up", "rows", "columns", "whole", "experts"]
+"""How ranks cut a tensor, and what it is made of; `experts`: along the first axis, by expert-parallel ranks."""
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -41,6 +43,16 @@ class Entry:
     """Global index of the expert within the layer; None outside the experts."""
     fixed: bool = False
     """float32 at any type of the model, and no optimizer trains it."""
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether other ranks may hold the same part of it than hold the same dense weights."""
+        return self.expert is not None or self.packing == "experts"
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is no matrix: a norm, a bias, or one of each expert."""
+        return len(self.shapes[0]) - (self.packing == "experts") == 1
 
 
 def entries_of(config: ModelConfig) -> Iterator[Entry]:
@@ -106,6 +118,11 @@ def _attention_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
             yield from norm(hf(f"self_attn.{x}_norm")[0], (f"self_attention.{x}_layernorm.",), config.head_dim)
     out = hf("self_attn.o_proj.weight")
     yield entry("columns", out, (matrices["o_proj"],), ("self_attention.linear_proj.weight",))
+    if config.traits.biases:
+        shape = (config.hidden_size,)
+        yield entry("whole", hf("self_attn.o_proj.bias"), (shape,), ("self_attention.linear_proj.bias",))
+    if config.traits.sinks:
+        yield entry("rows", hf("self_attn.sinks"), ((config.heads,),), ("self_attention.sinks",))
 
 
 def _latent_entries(config: ModelConfig, latent: LatentConfig, layer: int) -> Iterator[Entry]:
@@ -152,11 +169,17 @@ def _expert_entries(config: ModelConfig, layer: int) -> Iterator[Entry]:
     shapes = [config.projections[name] for name in FFN_PROJECTIONS]
     block = f"model.layers.{layer}.{names.block}"
     router = ((experts.count, config.hidden_size),)
-    yield Entry("whole", (f"{block}.gate.weight",), router, ("mlp.router.weight",), layer)
+    yield Entry("whole", (f"{block}.{names.router}.weight",), router, ("mlp.router.weight",), layer)
+    if config.traits.biases:
+        bias = (f"{block}.{names.router}.bias",)
+        yield Entry("whole", bias, ((experts.count,),), ("mlp.router.bias",), layer)
     if names.bias:
         bias = (f"{block}.gate.e_score_correction_bias",)
         yield Entry("whole", bias, ((experts.count,),), ("mlp.router.score_bias",), layer, fixed=True)
     yield from _shared_entries(config, block, layer)
+    if names.stacked:
+        yield from _stacked_entries(experts, config.hidden_size, f"{block}.experts", layer)
+        return
     for i in range(experts.count):
         hf = tuple(f"{block}.experts.{i}.{x}.weight" for x in (gate, up))
         yield Entry("gate_up", hf, (shapes[0], shapes[1]), _expert_names("linear_fc1"), layer, i)
@@ -178,6 +201,19 @@ def _shared_entries(config: ModelConfig, block: str, layer: int) -> Iterator[Ent
     if names.shared_gate is not None:
         name = (f"{block}.{names.shared_gate}.weight",)
         yield Entry("whole", name, ((1, config.hidden_size),), (f"{mcore}.gate_weight",), layer)
+
+
+def _stacked_entries(experts: ExpertsConfig, hidden: int, block: str, layer: int) -> Iterator[Entry]:
+    """All experts of a layer in one tensor of each kind."""
+    both = 2 * experts.width
+    shapes = {
+        "gate_up": ("gate_up_proj", (hidden, both)),
+        "gate_up_bias": ("gate_up_proj_bias", (both,)),
+        "down": ("down_proj", (experts.width, hidden)),
+        "down_bias": ("down_proj_bias", (hidden,)),
+    }
+    for mcore, (name, shape) in shapes.items():
+        yield Entry("experts", (f"{block}.{name}",), ((experts.count, *shape),), (f"mlp.experts.{mcore}",), layer)
 
 
 def _expert_names(part: str) -> tuple[str, str]:

@@ -125,7 +125,7 @@ class WeightMap:
             marks = (entry.packing != "whole", 1 if entry.packing == "columns" else 0, 1)
             for mark, value in zip(_SHARD_MARKS, marks, strict=True):
                 setattr(parameters[name], mark, value)
-            if entry.expert is not None:
+            if entry.of_experts:
                 parameters[name].allreduce = not experts_apart()
 
     def local_entries(self, model: MegatronModel) -> Iterator[tuple[str, Entry]]:

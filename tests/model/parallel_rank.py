@@ -140,6 +140,8 @@ def fits(family: str, layout: LayoutSpec) -> bool:
     heads = 4 if family in tiny.OWN_KEYS else 2
     if heads % (layout.tp * layout.cp):
         return False
+    if family == "gpt_oss" and layout.expert_tp > 1:
+        return False
     if family in tiny.MIXTURES:
         return layout.sp or layout.tp == 1
     return not for_experts(layout)

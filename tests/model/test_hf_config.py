@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -30,7 +31,7 @@ from nemo_rl_like.model.activations import MicroBatchShape
 from nemo_rl_like.model.families import FAMILIES
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.lora import check_targets
-from nemo_rl_like.model.memory import Training
+from nemo_rl_like.model.memory import Memory, Training
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec
 from tests.model import tiny
@@ -95,6 +96,23 @@ CONFIGS = (
             "truncate": True,
         },
     ),
+    GptOssConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        num_local_experts=6,
+        swiglu_limit=5.0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
     Qwen2MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, qkv_bias=False, norm_topk_prob=True),
     Phi3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, partial_rotary_factor=0.75),
     Qwen3MoeConfig(
@@ -120,6 +138,8 @@ ROUTER_KEYS = (
     "routed_scaling_factor",
     "first_k_dense_replace",
     "shared_expert_intermediate_size",
+    "swiglu_alpha",
+    "swiglu_limit",
 )
 LATENT_KEYS = (
     "q_lora_rank",
@@ -132,6 +152,7 @@ LATENT_KEYS = (
     "topk_method",
 )
 GLM = next(config for config in CONFIGS if config.model_type == "glm4_moe")
+GPT_OSS = next(config for config in CONFIGS if config.model_type == "gpt_oss")
 DEEPSEEK_V2, DEEPSEEK_V3 = (next(c for c in CONFIGS if c.model_type == f"deepseek_v{i}") for i in (2, 3))
 BASE = ModelConfig.from_hf_dict(CONFIGS[0].to_dict()).to_hf_dict()
 
@@ -179,7 +200,7 @@ def test_the_older_rope_theta_is_read_too() -> None:
     [
         (
             {"model_type": "bloom"},
-            "model_type is 'bloom'; supported are deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm4_moe, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen2_moe, qwen3",
+            "model_type is 'bloom'; supported are deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm4_moe, gpt_oss, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen2_moe, qwen3",
         ),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
@@ -279,10 +300,18 @@ def test_routers_that_are_not_supported_are_refused_by_name(change: dict[str, ob
         ),
         (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias is true"),
         (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank is None"),
-        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set; only unquantised"),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "dequantize=True` in its quantization config (Mxfp4",
+        ),
+        (GPT_OSS, {"attention_bias": False}, "attention_bias is false; every matrix of a gpt_oss model has a bias"),
+        (GPT_OSS, {"swiglu_limit": None}, "swiglu_limit is null"),
+        (GPT_OSS, {"rope_parameters": None, "rope_scaling": None}, "rope_type is absent"),
     ],
 )
-def test_latent_attention_that_is_not_supported_is_refused_by_name(
+def test_what_a_family_cannot_be_is_refused_by_name(
     config: PreTrainedConfig, change: dict[str, object], named: str
 ) -> None:
     raw = ModelConfig.from_hf_dict(config.to_dict()).to_hf_dict()
@@ -291,14 +320,25 @@ def test_latent_attention_that_is_not_supported_is_refused_by_name(
     assert named in str(caught.value)
 
 
-def test_what_latent_attention_lacks_is_refused_by_name() -> None:
+def test_what_latent_attention_and_sinks_lack_is_refused_by_name() -> None:
     shape = ModelConfig.from_hf_dict(DEEPSEEK_V3.to_dict())
     with pytest.raises(InputError, match=r"policy.lora is given, but a deepseek_v3 model has latent attention"):
         check_targets(shape, LoraSpec())
+    with pytest.raises(InputError, match=r"policy.lora is given, but the projections of a gpt_oss model have biases"):
+        check_targets(ModelConfig.from_hf_dict(GPT_OSS.to_dict()), LoraSpec())
+    with pytest.raises(
+        InputError, match="the gpt_oss model has a sliding window, attention sinks, biases of every matrix"
+    ):
+        memory_of(GPT_OSS)
     with pytest.raises(
         InputError, match="the deepseek_v3 model has latent attention, an expert that every token passes"
     ):
-        Training(shape, "float32", MicroBatchShape.packed(64, 32)).memory(LayoutSpec(), 0)
+        memory_of(DEEPSEEK_V3)
+
+
+def memory_of(config: PreTrainedConfig) -> Memory:
+    shape = ModelConfig.from_hf_dict(config.to_dict())
+    return Training(shape, "float32", MicroBatchShape.packed(64, 32)).memory(LayoutSpec(), 0)
 
 
 @pytest.mark.parametrize(
@@ -327,6 +367,13 @@ def test_tensor_parallelism_must_divide_dense_layers_and_the_shared_expert(
 def test_a_layout_that_does_not_divide_the_experts_is_refused(layout: LayoutSpec, named: str) -> None:
     with pytest.raises(InputError, match=named):
         ModelConfig.from_hf_dict(CONFIGS[-1].to_dict()).check_layout(layout)
+
+
+def test_biases_of_experts_are_not_cut_by_tensor_parallelism() -> None:
+    shape = ModelConfig.from_hf_dict(GPT_OSS.to_dict())
+    shape.check_layout(LayoutSpec(tp=2, sp=True, etp=1))
+    with pytest.raises(InputError, match=r"layout.etp is 2 \(default: tp\).*biases.*set `etp: 1`"):
+        shape.check_layout(LayoutSpec(tp=2, sp=True))
 
 
 def test_a_token_passes_some_of_the_experts_and_the_router() -> None:

@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -46,7 +48,7 @@ from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 VOCAB = 131
 """Odd, so that two tensor-parallel ranks need padding."""
 DENSE = ("gemma2", "gemma3_text", "llama", "llama_tied", "mistral", "nemotron", "phi3", "qwen2", "qwen3")
-MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families with experts."""
 SIGMOID = ("deepseek_v3", "glm4_moe")
 """Those whose routers score each expert by itself."""
@@ -78,6 +80,7 @@ _SHARED = {
     "first_k_dense_replace": 1,
 }
 _GLM4_MOE = {**_SHARED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}
+_YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _LATENT = {
     "q_lora_rank": 20,
     "kv_lora_rank": 28,
@@ -85,14 +88,7 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 18,
     "rms_norm_eps": 1e-3,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 5000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.6,
-    },
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.6},
 }
 
 
@@ -128,6 +124,10 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SHAPE, **_OWN_KEYS, **_SHARED, **_LATENT}))
     elif family == "glm4_moe":
         model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**_SHAPE, **_OWN_KEYS}, **_GLM4_MOE))
+    elif family == "gpt_oss":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_alpha": 1.5, "swiglu_limit": 0.5}
+        windows = {"sliding_window": 5, "rope_parameters": {**_YARN, "truncate": False}}
+        model = GptOssForCausalLM(GptOssConfig(**_SHAPE, head_dim=16, **experts, **windows))
     elif family == "qwen2_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False}
         model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SHAPE, **experts, shared_expert_intermediate_size=40))
@@ -280,7 +280,7 @@ def router_loss(logits: Tensor, chosen: Tensor, family: str, router: RouterSpec)
 
 def as_on_disk(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
     """Tensors under the names of files: transformers holds all experts of a layer as one tensor."""
-    if model_type not in MIXTURES:
+    if model_type not in MIXTURES or model_type == "gpt_oss":
         return tensors
     block = "block_sparse_moe" if model_type == "mixtral" else "mlp"
     gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")

@@ -44,6 +44,11 @@ class ExpertNames:
     """Key that says whether there are groups, `group_limited_greedy`, or not, `greedy`, which is the default; None: `groups` says so."""
     group_best: int = 2
     """A group is as good as the sum of so many of its best experts."""
+    router: str = "gate"
+    """Module of `block` that holds the router."""
+    stacked: bool = False
+    """A file has one tensor of each kind for all experts of a layer: `gate_up_proj` [E, H, 2 width], whose columns alternate, and `down_proj`
+    [E, width, H], with biases. Their activation is the clamped SwiGLU."""
     shared: str | None = None
     """Module of an expert that every token passes; None: there is none."""
     shared_count: str | None = None
@@ -114,6 +119,12 @@ class Family:
     """Of the feed-forward layer."""
     activation_key: str = "hidden_act"
     """Key of its name."""
+    biases: bool = False
+    """Every matrix but the embeddings has a bias: of attention, of routers and of experts."""
+    sinks: bool = False
+    """Each head has a score of its own beside those of keys, which takes a share of the softmax (GPT-OSS)."""
+    stretched: bool = False
+    """A config.json must say how positions are stretched: transformers would stretch them otherwise in a way of its own."""
     gated: bool = True
     """The feed-forward layer multiplies two projections, one of them activated; False: it activates its only one."""
     scaled_embeddings: bool = False
