@@ -11,7 +11,7 @@ from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES, ExpertNames, Family
 from nemo_rl_like.model.families.family import Activation
 from nemo_rl_like.model.hf_attention import PLAIN_ATTENTION, AttentionConfig, AttentionReader, Scores
-from nemo_rl_like.model.hf_experts import ExpertsConfig, ExpertsReader
+from nemo_rl_like.model.hf_experts import ExpertsConfig, ExpertsReader, common_divisors
 from nemo_rl_like.model.hf_fields import HfFields
 from nemo_rl_like.model.hf_latent import LatentConfig, LatentReader
 from nemo_rl_like.model.hf_rope import RopeReader, rope_by_layer, rope_to_hf_dict
@@ -295,20 +295,21 @@ class ModelConfig:
             if value % layout.tp:
                 raise InputError(
                     f"layout.tp is {layout.tp}, which does not divide the model's {name} ({value}); "
-                    f"use tp in {_common_divisors(*widths.values())}"
+                    f"use tp in {common_divisors(*widths.values())}"
                 )
         for name, value in heads.items():
             if value // layout.tp % layout.cp:
                 raise InputError(
                     f"layout.cp is {layout.cp}, and each of its ranks attends with an equal part of the {value // layout.tp} {name} that "
-                    f"tensor parallelism leaves; use cp in {_common_divisors(*(x // layout.tp for x in heads.values()))}"
+                    f"tensor parallelism leaves; use cp in {common_divisors(*(x // layout.tp for x in heads.values()))}"
                 )
         if not self.layers_of_stage(layout.pp - 1, layout.pp):
             fits = [p for p in range(1, self.layers + 1) if self.layers_of_stage(p - 1, p)]
             raise InputError(
                 f"layout.pp is {layout.pp}, which leaves a stage without one of the {self.layers} layers; use pp in {fits}"
             )
-        self._check_experts(layout)
+        if self.experts is not None:
+            self.experts.check_layout(layout, self.family)
 
     def _ffn_widths(self) -> dict[str, int]:
         """Widths of feed-forward layers that tensor parallelism cuts."""
@@ -318,31 +319,6 @@ class ModelConfig:
         if experts is not None and experts.shared_width:
             widths["shared expert's width"] = experts.shared_width
         return widths
-
-    def _check_experts(self, layout: LayoutSpec) -> None:
-        experts = self.experts
-        if experts is None:
-            return
-        if experts.count % layout.ep:
-            raise InputError(
-                f"layout.ep is {layout.ep}, which does not divide the model's {experts.count} experts; "
-                f"use ep in {_common_divisors(experts.count)}"
-            )
-        if experts.width % layout.expert_tp:
-            raise InputError(
-                f"layout.etp is {layout.expert_tp} (default: tp), which does not divide the width of an expert ({experts.width}); "
-                f"use etp in {_common_divisors(experts.width)}"
-            )
-        if experts.swiglu is not None and layout.expert_tp > 1:
-            raise InputError(
-                f"layout.etp is {layout.expert_tp} (default: tp), and the biases of a {self.family} model's experts are whole on every rank; "
-                "set `etp: 1`"
-            )
-        if layout.tp > 1 and not layout.sp:
-            raise InputError(
-                f"layout.tp is {layout.tp} with layout.sp false: each of the tensor-parallel ranks would send every token to the experts; "
-                "set `sp: true`"
-            )
 
 
 def _experts_from_init(spec: ModelInitSpec) -> ExpertsConfig | None:
@@ -470,7 +446,3 @@ class _Reader(HfFields):
                 raise self.error(name, "is not 0; dropout is not supported")
         if self._raw.get("quantization_config"):
             raise self.error("quantization_config", f"is set; {_UNQUANTISED}")
-
-
-def _common_divisors(*values: int) -> list[int]:
-    return [d for d in range(1, min(values) + 1) if all(v % d == 0 for v in values)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import ExpertNames
 from nemo_rl_like.model.hf_fields import HfFields
+from nemo_rl_like.spec.policy import LayoutSpec
 
 _GROUPS, _GROUPS_PER_TOKEN, _PER_TOKEN = "n_group", "topk_group", "num_experts_per_tok"
 
@@ -66,6 +68,29 @@ class ExpertsConfig:
         if self.swiglu is not None:
             found |= {_ALPHA: self.swiglu.alpha, _LIMIT: self.swiglu.limit}
         return found
+
+    def check_layout(self, layout: LayoutSpec, family: str) -> None:
+        """Raise InputError if the experts of a model of this family cannot be spread as `layout` asks."""
+        if self.count % layout.ep:
+            raise InputError(
+                f"layout.ep is {layout.ep}, which does not divide the model's {self.count} experts; "
+                f"use ep in {common_divisors(self.count)}"
+            )
+        if self.width % layout.expert_tp:
+            raise InputError(
+                f"layout.etp is {layout.expert_tp} (default: tp), which does not divide the width of an expert ({self.width}); "
+                f"use etp in {common_divisors(self.width)}"
+            )
+        if self.swiglu is not None and layout.expert_tp > 1:
+            raise InputError(
+                f"layout.etp is {layout.expert_tp} (default: tp), and the biases of a {family} model's experts are whole on every rank; "
+                "set `etp: 1`"
+            )
+        if layout.tp > 1 and not layout.sp:
+            raise InputError(
+                f"layout.tp is {layout.tp} with layout.sp false: each of the tensor-parallel ranks would send every token to the experts; "
+                "set `sp: true`"
+            )
 
 
 class ExpertsReader(HfFields):
@@ -151,3 +176,8 @@ class ExpertsReader(HfFields):
             raise self.error("router_jitter_noise", "is not 0; noise is not supported")
         if self._raw.get("scoring_func", names.score) != names.score:
             raise self.error("scoring_func", f"is {self._raw['scoring_func']!r}; only {names.score!r} is supported")
+
+
+def common_divisors(*values: int) -> list[int]:
+    """Numbers that divide all of these."""
+    return [d for d in range(1, min(values) + 1) if all(v % d == 0 for v in values)]
