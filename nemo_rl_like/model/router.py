@@ -30,6 +30,7 @@ from nemo_rl_like.model.families import ExpertNames
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_experts import ExpertsConfig
 from nemo_rl_like.model.mcore import TopKRouter, TransformerConfig, parallel_state
+from nemo_rl_like.model.routes import Routes
 from nemo_rl_like.model.row_places import RowPairs, RowPlaces
 from nemo_rl_like.spec.policy import RouterSpec
 
@@ -39,7 +40,7 @@ the balance loss, without its coefficient, as the mean over layers."""
 
 
 class RowRouter(TopKRouter):
-    """Megatron's router, whose choice a `RouterWatch` sees and balances; what Megatron has no choice for, it chooses itself."""
+    """Megatron's router, whose choice a `RouterWatch` sees and balances; what Megatron has no choice for, or is replayed, it chooses itself."""
 
     def __init__(self, config: TransformerConfig, **groups: Any) -> None:
         super().__init__(config, **groups)
@@ -49,25 +50,28 @@ class RowRouter(TopKRouter):
         self.score_bias: torch.nn.Parameter | None = None
         """float32 [E]; None: there is none."""
         self._choice: Choice | None = None
+        self._as_megatron = True
 
     def join(self, watch: RouterWatch, layer: int, experts: ExpertsConfig, names: ExpertNames) -> None:
         """Choose as these experts are chosen, seen by `watch`."""
         self.watch, self.layer = watch, layer
         if names.bias:
             self.score_bias = torch.nn.Parameter(torch.zeros(experts.count), requires_grad=False)
-        if names.score == "sigmoid" or experts.groups > 1 or experts.scale != 1:
-            self._choice = Choice(experts, names)
+        self._choice = Choice(experts, names)
+        self._as_megatron = names.score == "softmax" and experts.groups == 1 and experts.scale == 1
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [s, b, E] -> weights [s * b, E], 0 where not chosen, and bool [s * b, E] chosen."""
         flat = logits.flatten(0, 1)
-        if self._choice is None:
+        watch, choice = self.watch, self._choice
+        if watch is None or choice is None:
+            raise ValueError("a router needs to `join` a watch first")
+        if self._as_megatron and not watch.routes.busy:
             weights, chosen = super().routing(logits, padding_mask)
         else:
-            weights, chosen = self._choice(flat, self.score_bias)
-        if self.watch is not None:
-            weights = self.watch.balanced(self.layer, flat, weights, chosen)
-        return weights, chosen
+            index = watch.routes.choose(self.layer, watch.rows, choice.index(flat, self.score_bias))
+            weights, chosen = choice.weights(flat, index)
+        return watch.balanced(self.layer, flat, weights, chosen), chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +81,26 @@ class Choice:
     experts: ExpertsConfig
     names: ExpertNames
 
-    def __call__(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits [n, E] and bias [E] -> weights [n, E], 0 where not chosen, and bool [n, E] chosen."""
-        scores = logits.sigmoid() if self.names.score == "sigmoid" else logits.softmax(-1)
-        ranked = scores.detach() if bias is None else scores.detach() + bias
+    @torch.no_grad()
+    def index(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Logits [n, E] and bias [E] -> int64 [n, k] the chosen experts."""
+        ranked = logits if self.names.score == "softmax" and self.experts.groups == 1 else self._scores(logits)
+        if bias is not None:
+            ranked = ranked + bias
         if self.experts.groups > 1:
             ranked = self._within_groups(ranked)
-        index = ranked.topk(self.experts.per_token).indices
-        weights = scores.gather(1, index)
+        return ranked.topk(self.experts.per_token).indices
+
+    def weights(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [n, E] and chosen experts [n, k] -> weights [n, E], 0 where not chosen, and bool [n, E] chosen."""
+        weights = self._scores(logits).gather(1, index)
         if self.experts.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, True)
         return torch.zeros_like(logits).scatter(1, index, weights * self.experts.scale), chosen
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid() if self.names.score == "sigmoid" else logits.softmax(-1)
 
     def _within_groups(self, ranked: Tensor) -> Tensor:
         """-inf at experts [n, E] outside the token's best groups."""
@@ -112,6 +124,7 @@ class RouterWatch:
         self._config, self._experts, self._names = config, experts, names
         self._layers = shape.layers - experts.first_dense
         self._routers: list[RowRouter] = []
+        self.routes = Routes(self._layers, experts.per_token)
         self._losses = RouterSpec()
         self._row_weight, self._scale = 0.0, 0.0
         self._chosen, self._balance, self._load = torch.zeros(0), torch.zeros(()), torch.zeros(0)

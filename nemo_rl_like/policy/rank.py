@@ -22,6 +22,7 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
 from nemo_rl_like.model.router import ROUTER_METRICS
+from nemo_rl_like.model.routes import ROUTES
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
@@ -67,6 +68,8 @@ class PolicyRank:
         timeout_s: float = 600.0,
     ) -> None:
         self._spec = policy
+        # A model with a score head is not the one whose choices a batch has.
+        self._replays = policy.router.replay == "first_pass" and not score_head
         request = ModelRequest(
             Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, timeout_s
         )
@@ -108,7 +111,8 @@ class PolicyRank:
         names, further = objective.metric_names, []
         if auxiliary is not None:
             names, further = (*names, *auxiliary[1].metric_names), [self._add_gradients(*auxiliary)]
-        walked = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
+        walk = Walk(temperature, objective, stats)
+        walked = self._walk(part, stats.live_rows, walk, training=True, replay=self._replays)
         if "proximal" in part.extras:
             mask = part.loss_mask & stats.live_rows[part.row_of_token]
             names, further = (
@@ -151,6 +155,18 @@ class PolicyRank:
         metrics = self._report(batch, rows, walked, (), gap)
         return ray.put(walked.logprobs.cpu()), metrics
 
+    def logprobs_and_routes(
+        self, batch: TokenBatch, temperature: float, gap: GapLimit | None = None
+    ) -> tuple[ray.ObjectRef, ray.ObjectRef, dict[str, float]]:
+        """As `logprobs`, and between them a reference to the experts that the tokens were sent to; see `model.routes.ROUTES`."""
+        if self.backend.watch is None:
+            raise ValueError("the model has no experts")
+        rows = batch.trained_per_row > 0
+        with self.backend.watch.routes.recording(batch.tokens.numel(), runtime.device()) as routes:
+            walked = self._walk(batch, rows, Walk(temperature), training=False, record=True)
+        metrics = self._report(batch, rows, walked, (), gap)
+        return ray.put(walked.logprobs.cpu()), ray.put(routes.cpu()), metrics
+
     def values(self, batch: TokenBatch) -> ray.ObjectRef:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens; 0 elsewhere."""
         walked = self._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False)
@@ -175,13 +191,25 @@ class PolicyRank:
 
     def _looked_at(self, batch: TokenBatch, temperature: float) -> TokenBatch:
         """The batch with `current` log-probs and `entropy` of its trained tokens, from a forward pass without gradient."""
-        walked = self._walk(batch, batch.trained_per_row > 0, Walk(temperature, keep_entropy=True), training=False)
+        walk = Walk(temperature, keep_entropy=True)
+        walked = self._walk(batch, batch.trained_per_row > 0, walk, training=False, replay=self._replays)
         return batch.with_extras(current=walked.logprobs.cpu(), entropy=walked.entropy.cpu())
 
     # -- one walk over micro-batches
 
-    def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
-        """Pass the rows marked true through the model."""
+    def _walk(
+        self,
+        batch: TokenBatch,
+        rows: Tensor,
+        walk: Walk,
+        *,
+        training: bool,
+        replay: bool = False,
+        record: bool = False,
+    ) -> Walked:
+        """Pass the rows marked true through the model; with `replay` tokens go to the experts that the batch has for them, and with `record`
+        routers tell theirs."""
+        routes = batch.extras.get(ROUTES) if replay else None
         dp_size, dp_rank = self.backend.replicas
         passes = plan_microbatches(
             batch,
@@ -192,7 +220,7 @@ class PolicyRank:
             token_budget=self._spec.micro_batch_tokens,
             together=walk.together(batch),
             pair_cost=self.backend.pair_cost,
-            with_row_places=self._balances(walk, training),
+            with_row_places=self._balances(walk, training) or record or routes is not None,
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
@@ -219,7 +247,7 @@ class PolicyRank:
             sums.add_(torch.stack([part.metrics[name].float() for name in names]))
             return part.loss * walk.scale
 
-        with self._balanced(rows, walk, training):
+        with self._balanced(rows, walk, training), self._replayed(routes):
             self.backend.run(passes, score, training=training, finalize=walk.finalize)
         whole = self.backend.share(torch.cat([flat, entropy, sums]))
         logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
@@ -234,6 +262,11 @@ class PolicyRank:
             return nullcontext()
         weight = 1.0 / max(1, int(rows.sum()))
         return self.backend.watch.step(self._spec.router, weight, walk.scale, runtime.device())
+
+    def _replayed(self, routes: Tensor | None) -> AbstractContextManager[None]:
+        if self.backend.watch is None or routes is None:
+            return nullcontext()
+        return self.backend.watch.routes.replaying(routes, runtime.device())
 
     def _report(
         self,

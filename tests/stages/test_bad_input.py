@@ -169,6 +169,14 @@ def test_a_damaged_model_folder_is_refused(
             (*EXPERTS, "policy.router.bias_update_rate=0.001", "policy.lora={targets: [q_proj]}"),
             ("`router.bias_update_rate` moves biases of the base model", "`lora`", "leave one of the two out"),
         ),
+        (
+            (*EXPERTS, "policy.router.replay=first_pass", "stages.0.updates_per_batch=1"),
+            (
+                "`policy.router.replay` is first_pass",
+                "one update a step without a log-prob pass",
+                "recompute_proximal: always",
+            ),
+        ),
         (("policy.recompute={kind: selective, layers: 2}",), ("`layers` goes with `kind: full`",)),
         (("model.init.family=mixtral",), ("needs `experts`",)),
         (("model.init.experts=4",), ("has no `experts`",)),

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's layers through a pipeline: RL with biases that balance experts; killed, resumed and exported."""
+"""DeepSeek-V3's layers through a pipeline: RL with biases that balance experts and replayed choices; killed, resumed and exported."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def arguments_of(output: Path) -> list[str]:
     tiny.make_model("deepseek_v3").save_pretrained(folder / "model")
     character_tokenizer("0123456789+=").save_pretrained(str(folder / "model"))
     write_sums(folder)
-    router = f"policy.router={{bias_update_rate: {RATE}}}"
+    router = f"policy.router={{bias_update_rate: {RATE}, replay: first_pass}}"
     return ["run", str(write_tiny(output, SPEC)), f"model={{path: {folder / 'model'}}}", router]
 
 
 @pytest.mark.slow
 @pytest.mark.service
 @pytest.mark.timeout(900)
-def test_biases_survive_a_kill_and_are_exported(tmp_path: Path) -> None:
+def test_biases_and_replayed_choices_survive_a_kill_and_are_exported(tmp_path: Path) -> None:
     whole, cut, log = tmp_path / "whole", tmp_path / "cut", tmp_path / "log"
     assert finish(arguments_of(whole), log, 600) == 0, log.read_text()
     lines = metric_lines(whole / "rl")
