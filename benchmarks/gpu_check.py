@@ -270,6 +270,7 @@ def families(scratch: Path) -> Figures:
 
     from nemo_rl_like.model.check import check_folder
     from nemo_rl_like.model.families import FAMILIES
+    from nemo_rl_like.model.hf_experts import ExpertsConfig
 
     out: Figures = {}
     for family in (name for name, traits in FAMILIES.items() if not traits.post_norms):

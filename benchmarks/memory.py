@@ -32,7 +32,8 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.activations import AttentionBlock, HeadShape, MicroBatchShape
 from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout, RowBlock, SharedPrefixLayout
-from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_experts import ExpertsConfig
 from nemo_rl_like.model.layouts import Kind, MicroBatch, attention_pair_cost, plan_microbatches
 from nemo_rl_like.model.memory import Dtype, Memory, Training
 from nemo_rl_like.policy.rank import PolicyRank

@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
-from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_experts import ExpertsConfig
 from nemo_rl_like.model.layout_plan import named
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.probe_rows import probe_batch

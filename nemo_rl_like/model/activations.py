@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_experts import ExpertsConfig
 from nemo_rl_like.spec.policy import LayoutSpec, Module, RecomputeSpec
 
 Layers = Literal["local", "transformer_engine"]
@@ -152,7 +153,7 @@ class Activations:
         query = any(not block.padded for block in self.rows.blocks)
         key = any(not block.padded and not block.mask_rows for block in self.rows.blocks)
         copied = self._keys > self.config.head_dim  # with one group of heads, queries are a view too
-        if self.config.traits.qk_norm:
+        if self.config.qk_norm:
             # The key's norm keeps a view of what linear_qkv gave, the queries' norm a copy (one more view with one group), each a scale.
             norms = (q + 2 * k + q * copied) * e + FLOAT32 * (q + k) // self.config.head_dim
             return norms + (q * query + k * key * (1 + (self.layout.cp > 1))) * e
@@ -165,7 +166,7 @@ class Activations:
     def _transformer_engine_attention(self) -> int:
         """Rotated queries and keys, values, output; log-sum-exp. Megatron's norm of queries and keys saves what enters it."""
         q, k = self._queries, self._keys
-        normed = q + (q + 2 * k) if self.config.traits.qk_norm else 0
+        normed = q + (q + 2 * k) if self.config.qk_norm else 0
         return self._tokens * ((2 * q + 2 * k + normed) * self.itemsize + FLOAT32 * self._heads)
 
     def feed_forward(self) -> int:

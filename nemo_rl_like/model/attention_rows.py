@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores =
     """
     length = query.shape[1]
     window = min(scores.window or length, length)
-    if scores.cap is None and window == length:
+    if scores.cap is None and scores.sinks is None and window == length:
         return scaled_dot_product(query, key, value, causal=True, scores=scores)
     parts = []
     for start in range(0, length, _QUERIES):
@@ -39,12 +40,16 @@ def scaled_dot_product(
     """Softmax(cap(scale q k^T) + mask) v with grouped heads; the window is the caller's to put into the mask.
 
     [B, q, heads, d], [B, k, kv_heads, d] twice -> [B, q, heads, d]; `mask` is additive, broadcastable to [B, heads, q, k], and needed with
-    a cap.
+    a cap or sinks.
     """
     if scores.cap is not None:
         if mask is None:
             raise ValueError("capped scores need a mask")
         return _capped(query, key, value, mask, scores)
+    if scores.sinks is not None:
+        if mask is None:
+            raise ValueError("sinks need a mask")
+        return _with_sinks(query, key, value, mask, scores, scores.sinks)
     out = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -68,6 +73,21 @@ def _band(start: int, stop: int, first: int, window: int, like: Tensor) -> Tenso
     distance = query[:, None] - key
     mask = torch.zeros(1, 1, *distance.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores, sinks: Tensor) -> Tensor:
+    """One more key, before the others, has a value of zero and a channel that no other has; queries have their head's sink there."""
+    scale = 1 / math.sqrt(query.shape[3]) if scores.scale is None else scores.scale
+    own = (sinks / scale).to(query.dtype)[:, None].expand(*query.shape[:3], 1)
+    one_more = (0, 1, 0, 0, 1, 0)
+    keys, values = functional.pad(key, one_more), functional.pad(value, one_more)
+    channel = keys.new_zeros(keys.shape[3])
+    channel[-1] = 1.0
+    keys = torch.cat([channel.expand(keys.shape[0], 1, keys.shape[2], -1), keys[:, 1:]], dim=1)
+    plain = replace(scores, scale=scale, sinks=None)
+    queries, whole = torch.cat([query, own], dim=3), functional.pad(mask, (1, 0))
+    out = scaled_dot_product(queries, keys, values, causal=False, mask=whole, scores=plain)
+    return out[..., :-1]
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:

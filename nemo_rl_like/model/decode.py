@@ -157,10 +157,14 @@ class _StepLayout:
         hidden = self._hidden(scores.window, on_prompt.shape[2])
         if hidden is not None:
             on_prompt.view(groups, kv, samples * share, -1).masked_fill_(hidden, float("-inf"))
-        weights = torch.cat([on_prompt, on_own], dim=2).softmax(dim=2, dtype=torch.float32).to(query.dtype)
+        on_all = [on_prompt, on_own]
+        if scores.sinks is not None:
+            sinks = scores.sinks.view(1, kv, 1, share).expand(groups, -1, samples, -1)
+            on_all.append(sinks.reshape(groups * kv, samples * share, 1).to(on_own.dtype))
+        weights = torch.cat(on_all, dim=2).softmax(dim=2, dtype=torch.float32).to(query.dtype)
         prompt_tokens = on_prompt.shape[2]
         out = torch.bmm(weights[:, :, :prompt_tokens], prompt_values).view(-1, share, width)
-        own = weights.view(-1, share, weights.shape[2])[:, :, prompt_tokens:]
+        own = weights.view(-1, share, weights.shape[2])[:, :, prompt_tokens : prompt_tokens + length - first]
         out = torch.baddbmm(out, own, own_values).view(groups, kv, samples, share, width)
         return self.grid.collect(out).unsqueeze(1)
 

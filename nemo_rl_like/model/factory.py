@@ -12,10 +12,8 @@ from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.local_layers import local_layer_spec
 from nemo_rl_like.model.local_norms import NORMS
 from nemo_rl_like.model.mcore import (
-    ModuleSpec,
     TransformerBlockSubmodules,
-    TransformerConfig,
-    get_num_layers_to_build,
+    parallel_state,
 )
 from nemo_rl_like.model.megatron_config import transformer_config
 from nemo_rl_like.model.scratch import ScratchReader
@@ -49,9 +47,7 @@ def build_model(
         runtime.exact_float32()
     megatron = transformer_config(config, layout, dtype, fp8, recompute)
     with runtime.quiet():
-        specs = [
-            _spec(config, megatron, virtual if layout.vpp > 1 else None, adapters) for virtual in range(layout.vpp)
-        ]
+        specs = [_spec(config, layout, virtual, adapters) for virtual in range(layout.vpp)]
         model = MegatronModel(config, megatron, specs).to(runtime.device())
     weight_map = WeightMap(config)
     weight_map.mark_shards(model)
@@ -91,16 +87,17 @@ def check_fp8_widths(config: ModelConfig, layout: LayoutSpec, fp8: Fp8Spec) -> N
             )
 
 
-def _spec(config: ModelConfig, megatron: TransformerConfig, virtual: int | None, adapters: bool) -> LayerSpecs:
+def _spec(config: ModelConfig, layout: LayoutSpec, virtual: int, adapters: bool) -> LayerSpecs:
+    """Of one of this rank's stages, counted by `virtual`."""
+    stage = virtual * layout.pp + parallel_state.get_pipeline_model_parallel_rank()
+    layers = config.layers_of_stage(stage, layout.stages)
     if runtime.on_cuda():
-        return _transformer_engine_spec(config, adapters)
-    count = get_num_layers_to_build(megatron, virtual)
-    return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(config)] * count, layer_norm=NORMS[config.traits.norm]
-    )
+        return _transformer_engine_spec(config, layers, adapters)
+    specs = [local_layer_spec(config, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=NORMS[config.traits.norm])
 
 
-def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
+def _transformer_engine_spec(config: ModelConfig, layers: range, adapters: bool) -> TransformerBlockSubmodules:
     able = runtime.capabilities().transformer_engine
     if not able.available:
         raise InputError(
@@ -112,16 +109,20 @@ def _transformer_engine_spec(config: ModelConfig, adapters: bool) -> ModuleSpec:
             f"the {config.family} model has {' and '.join(lacking)}, which this package's layers on Transformer Engine lack; "
             "hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
         )
-    from nemo_rl_like.model.te_attention import transformer_engine_spec
+    from nemo_rl_like.model.te_attention import transformer_engine_layers
 
-    experts = config.experts.count if config.experts else None
-    return transformer_engine_spec(config.traits.qk_norm, experts, fuse_norms=not adapters)
+    count = config.experts.count if config.experts else None
+    experts = [count if config.has_experts(layer) else None for layer in layers]
+    return transformer_engine_layers(config.qk_norm, experts, fuse_norms=not adapters)
 
 
 def _not_on_transformer_engine(config: ModelConfig) -> list[str]:
     """What the model needs that the layers of `te_attention` do not have."""
     lacking = {
         "a sliding window": config.attention.window is not None,
+        "latent attention": config.latent is not None,
+        "attention sinks": config.traits.sinks,
+        "biases of every matrix": config.traits.biases,
         "capped attention scores": config.attention.score_cap is not None,
         "scores scaled by a number of their own": config.attention.score_scalar is not None,
         "norms behind attention and feed-forward layers": config.traits.post_norms,

@@ -33,7 +33,7 @@ from nemo_rl_like.model.mcore import (
     parallel_state,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
-from nemo_rl_like.model.router import RouterWatch, RowRouter
+from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.row_places import RowPlaces
 
 LayerSpecs: TypeAlias = ModuleSpec | TransformerBlockSubmodules
@@ -111,7 +111,7 @@ class PipelineStage(GPTModel):
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
         for layer in self.decoder.layers:
-            layer.self_attention.scores = shape.attention.scores(layer.layer_number - 1)
+            layer.self_attention.scores = shape.scores(layer.layer_number - 1)
         self._frequencies = rotary_frequencies(shape.rotary_dim, shape.rope_theta, shape.rope_scaling)
         self._amplitude = rotary_amplitude(shape.rope_scaling)
         self._window_frequencies: Tensor | None = None
@@ -223,8 +223,10 @@ class PipelineStage(GPTModel):
         """Let `watch` see what its routers choose."""
         self.watch = watch
         for layer in self.decoder.layers:
-            router: RowRouter = layer.mlp.router
-            router.watch, router.layer = watch, layer.layer_number - 1
+            index = layer.layer_number - 1
+            if not self.shape.has_experts(index):
+                continue
+            watch.see(layer.mlp.router, index)
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
             layer.mlp.experts.register_forward_pre_hook(partial(_forget_weights, layer.mlp.token_dispatcher))
 
@@ -285,7 +287,7 @@ class MegatronModel(nn.Module):
         self.dtype: torch.dtype = config.params_dtype
         self.watch: RouterWatch | None = None
         if shape.experts is not None:
-            self.watch = RouterWatch(config)
+            self.watch = RouterWatch(config, shape)
             for stage in self.stages:
                 stage.be_watched(self.watch)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from nemo_rl_like.model.families import Family, Windows
 from nemo_rl_like.model.hf_fields import HfFields
 
@@ -22,6 +24,8 @@ class Scores:
     """Scores s become cap tanh(s / cap); None: they stay (Gemma 2, arXiv 2408.00118, sec. 2)."""
     window: int | None = None
     """A token attends to the last so many tokens of its row, itself among them; None: to all before it."""
+    sinks: Tensor | None = None
+    """[heads] a score of each head that takes a share of the softmax and gives nothing (arXiv 2309.17453; GPT-OSS); None: there is none."""
 
 
 PLAIN = Scores()

@@ -10,13 +10,20 @@ from pathlib import Path
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model.families import FAMILIES, ExpertNames, Family
 from nemo_rl_like.model.families.family import Activation
-from nemo_rl_like.model.hf_attention import PLAIN_ATTENTION, AttentionConfig, AttentionReader
+from nemo_rl_like.model.hf_attention import PLAIN_ATTENTION, AttentionConfig, AttentionReader, Scores
+from nemo_rl_like.model.hf_experts import ExpertsConfig, ExpertsReader, common_divisors
 from nemo_rl_like.model.hf_fields import HfFields
+from nemo_rl_like.model.hf_latent import LatentConfig, LatentReader
 from nemo_rl_like.model.hf_rope import RopeReader, rope_by_layer, rope_to_hf_dict
+from nemo_rl_like.model.rope import score_amplitude
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
 _DEFAULT_INIT_STD = 0.02
+_UNQUANTISED = (
+    "only unquantised weights are trained: load the model in transformers with `dequantize=True` in its quantization config (Mxfp4Config, "
+    "FineGrainedFP8Config), `save_pretrained` it in bfloat16, and leave quantization_config out"
+)
 OTHERS = "Set `policy.backend: fsdp` for any causal language model that transformers loads (docs/backends.md)"
 """What to do about a model that Megatron's layers do not compute."""
 _LOGIT_CAP = "final_logit_softcapping"
@@ -26,20 +33,6 @@ QKV_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """Matrices that one product computes before attention."""
 FFN_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Matrices of the feed-forward layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """The feed-forward layers of which a router chooses some for each token."""
-
-    count: int
-    """Experts of a layer."""
-    per_token: int
-    """Experts that a token passes."""
-    width: int
-    """Width of one expert's feed-forward layer, in channels."""
-    normalize: bool
-    """The weights of a token's experts are made to sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +81,12 @@ class ModelConfig:
     """Logits z become cap tanh(z / cap); None: they stay."""
     experts: ExpertsConfig | None = None
     """What stands in the place of the feed-forward layer; None: a dense model."""
+    latent: LatentConfig | None = None
+    """What keys and values are made from, where that is narrower than they are; `head_dim` is the width of queries and keys then."""
+    own_qkv_bias: bool | None = None
+    """Whether queries, keys and values have a bias, where the config.json says so and not the family."""
+    own_qk_norm: bool | None = None
+    """Whether queries and keys have a norm, where the config.json says so and not the family."""
 
     @property
     def traits(self) -> Family:
@@ -95,36 +94,72 @@ class ModelConfig:
         return FAMILIES[self.family]
 
     @property
+    def qkv_bias(self) -> bool:
+        """The query, key and value projections have a bias."""
+        return self.traits.qkv_bias if self.own_qkv_bias is None else self.own_qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Queries and keys pass a norm of their own."""
+        return self.traits.qk_norm if self.own_qk_norm is None else self.own_qk_norm
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that positions turn."""
-        return int(self.head_dim * self.rotary_share)
+        return int(self.head_dim * self.rotary_share) if self.latent is None else self.latent.rotary_width
+
+    def scores(self, layer: int) -> Scores:
+        """What a layer, counted from 0 over the whole model, makes of its attention's scores."""
+        found = self.attention.scores(layer)
+        if self.latent is None:
+            return found
+        # YaRN's temperature is a factor of queries and keys; only a part of theirs is turned by positions and carries it.
+        return replace(found, scale=self.head_dim**-0.5 * score_amplitude(self.rope_scaling) ** 2)
 
     @property
     def ffn_width(self) -> int:
         """Width of a feed-forward layer, of an expert's where there are experts, in channels."""
         return self.intermediate_size if self.experts is None else self.experts.width
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0 over the whole model, has experts."""
+        return self.experts is not None and layer >= self.experts.first_dense
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has a feed-forward part `intermediate_size` wide."""
+        return not self.has_experts(0)
+
     @property
     def active_parameters(self) -> int:
-        """Parameters of a layer's matrices that one token passes."""
-        passed = 1 if self.experts is None else self.experts.per_token
-        router = 0 if self.experts is None else self.experts.count * self.hidden_size
+        """Parameters of a layer's matrices that one token passes, of one with experts where there are some."""
+        passed, beside = 1, 0
+        if self.experts is not None:
+            passed = self.experts.per_token
+            beside = self.experts.count * self.hidden_size
+            beside += sum(rows * columns for rows, columns in self.ffn_shapes(self.experts.shared_width).values())
         sizes = {name: outputs * inputs for name, (outputs, inputs) in self.projections.items()}
-        return router + sum(size * (passed if name in FFN_PROJECTIONS else 1) for name, size in sizes.items())
+        return beside + sum(size * (passed if name in FFN_PROJECTIONS else 1) for name, size in sizes.items())
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """(out, in) of each matrix of a layer, by Hugging Face's name; of one expert's where there are experts."""
-        hidden, ffn = self.hidden_size, self.ffn_width
+        hidden = self.hidden_size
+        if self.latent is not None:
+            return {**self.latent.projections(hidden, self.heads), **self.ffn_shapes(self.ffn_width)}
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (queries, hidden),
             "k_proj": (keys, hidden),
             "v_proj": (keys, hidden),
             "o_proj": (hidden, queries),
-            **dict.fromkeys(self.traits.projections, (ffn, hidden)),
-            "down_proj": (hidden, ffn),
+            **self.ffn_shapes(self.ffn_width),
         }
+
+    def ffn_shapes(self, width: int) -> dict[str, tuple[int, int]]:
+        """(out, in) of each matrix of a feed-forward layer `width` channels wide, by Hugging Face's name."""
+        into = dict.fromkeys(self.traits.projections, (width, self.hidden_size))
+        return {**into, "down_proj": (self.hidden_size, width)}
 
     def padded_vocab(self, tp: int) -> int:
         """The vocabulary rounded up to a multiple of `tp` ranks."""
@@ -191,6 +226,8 @@ class ModelConfig:
             "initializer_range": self.init_std,
             self.traits.norm_eps_key: self.norm_eps,
             **self.experts_to_hf_dict(),
+            **({} if self.latent is None else self.latent.to_hf_dict(self.traits.interleave_key)),
+            **self.switches_to_hf_dict(),
             **self.positions_to_hf_dict(),
             **self.attention.to_hf_dict(self.traits),
             **({_LOGIT_CAP: self.logit_cap} if self.traits.logit_caps else {}),
@@ -208,15 +245,13 @@ class ModelConfig:
     def experts_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that describes the experts; empty for a dense model."""
         names, experts = self.traits.experts, self.experts
-        if names is None or experts is None:
-            return {}
-        normalize = {} if names.normalize is None else {names.normalize: experts.normalize}
-        return {
-            names.count: experts.count,
-            "num_experts_per_tok": experts.per_token,
-            names.width: experts.width,
-            **normalize,
-        }
+        return {} if names is None or experts is None else experts.to_hf_dict(names)
+
+    def switches_to_hf_dict(self) -> dict[str, object]:
+        """The part of a config.json that says what projections have beside them, where the family leaves it open."""
+        traits = self.traits
+        found = {traits.qkv_bias_key: self.qkv_bias, traits.qk_norm_key: self.qk_norm}
+        return {name: value for name, value in found.items() if name is not None}
 
     def positions_to_hf_dict(self) -> dict[str, object]:
         """The part of a config.json that says how positions turn and how far they go."""
@@ -255,18 +290,18 @@ class ModelConfig:
     def check_layout(self, layout: LayoutSpec) -> None:
         """Raise InputError if this model cannot be split as `layout` asks."""
         heads = {"heads": self.heads, "kv_heads": self.kv_heads}
-        widths = heads if self.experts else {**heads, "intermediate_size": self.intermediate_size}
+        widths = {**heads, **self._ffn_widths()}
         for name, value in widths.items():
             if value % layout.tp:
                 raise InputError(
                     f"layout.tp is {layout.tp}, which does not divide the model's {name} ({value}); "
-                    f"use tp in {_common_divisors(*widths.values())}"
+                    f"use tp in {common_divisors(*widths.values())}"
                 )
         for name, value in heads.items():
             if value // layout.tp % layout.cp:
                 raise InputError(
                     f"layout.cp is {layout.cp}, and each of its ranks attends with an equal part of the {value // layout.tp} {name} that "
-                    f"tensor parallelism leaves; use cp in {_common_divisors(*(x // layout.tp for x in heads.values()))}"
+                    f"tensor parallelism leaves; use cp in {common_divisors(*(x // layout.tp for x in heads.values()))}"
                 )
         if layout.vpp > 1 and self.layers % layout.stages:
             fits = [v for v in range(1, self.layers + 1) if self.layers % (layout.pp * v) == 0]
@@ -279,27 +314,17 @@ class ModelConfig:
             raise InputError(
                 f"layout.pp is {layout.pp}, which leaves a stage without one of the {self.layers} layers; use pp in {fits}"
             )
-        self._check_experts(layout)
+        if self.experts is not None:
+            self.experts.check_layout(layout, self.family)
 
-    def _check_experts(self, layout: LayoutSpec) -> None:
-        experts = self.experts
-        if experts is None:
-            return
-        if experts.count % layout.ep:
-            raise InputError(
-                f"layout.ep is {layout.ep}, which does not divide the model's {experts.count} experts; "
-                f"use ep in {_common_divisors(experts.count)}"
-            )
-        if experts.width % layout.expert_tp:
-            raise InputError(
-                f"layout.etp is {layout.expert_tp} (default: tp), which does not divide the width of an expert ({experts.width}); "
-                f"use etp in {_common_divisors(experts.width)}"
-            )
-        if layout.tp > 1 and not layout.sp:
-            raise InputError(
-                f"layout.tp is {layout.tp} with layout.sp false: each of the tensor-parallel ranks would send every token to the experts; "
-                "set `sp: true`"
-            )
+    def _ffn_widths(self) -> dict[str, int]:
+        """Widths of feed-forward layers that tensor parallelism cuts."""
+        experts, widths = self.experts, {}
+        if self.has_dense_layers:
+            widths["intermediate_size"] = self.intermediate_size
+        if experts is not None and experts.shared_width:
+            widths["shared expert's width"] = experts.shared_width
+        return widths
 
 
 def _experts_from_init(spec: ModelInitSpec) -> ExpertsConfig | None:
@@ -336,9 +361,14 @@ class _Reader(HfFields):
         kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise self.error("num_key_value_heads", f"is {kv_heads}, which does not divide the {heads} query heads")
-        head_dim = self.integer("head_dim", family.head_dim or hidden // heads)
+        latent = None
+        if family.latent:
+            latent = LatentReader(self._raw, self._source).config(heads, family.interleave_key)
+        head_dim = latent.head_dim if latent else self.integer("head_dim", family.head_dim or hidden // heads)
         max_positions = self.integer("max_position_embeddings", 2048)
         rope = RopeReader(self._raw, self._source)
+        if family.stretched:
+            rope.require()
         share = rope.share(family.rotary_share)
         if int(head_dim * share) % 2:
             raise self.error("head_dim", f"is {head_dim}, of which positions turn {share:g}; they need an even width")
@@ -347,7 +377,7 @@ class _Reader(HfFields):
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden,
             intermediate_size=self.integer("intermediate_size"),
-            experts=self._experts(family.experts),
+            experts=self._experts(family.experts, layers),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
@@ -366,6 +396,9 @@ class _Reader(HfFields):
             eos_token_ids=self.token_ids("eos_token_id"),
             pad_token_id=self.token_id("pad_token_id"),
             score_head=self._score_head(family),
+            latent=latent,
+            own_qkv_bias=self._switch(family.qkv_bias_key, family.qkv_bias),
+            own_qk_norm=self._switch(family.qk_norm_key, family.qk_norm),
         )
 
     def _family(self) -> Family:
@@ -379,23 +412,12 @@ class _Reader(HfFields):
             raise self.error("architectures", f"is {named}; supported for {name} are {' and '.join(supported)}")
         return family
 
-    def _experts(self, names: ExpertNames | None) -> ExpertsConfig | None:
-        if names is None:
-            return None
-        count = self.integer("num_local_experts" if names.count not in self._raw else names.count)
-        per_token = self.integer("num_experts_per_tok")
-        if per_token > count:
-            raise self.error("num_experts_per_tok", f"is {per_token}, more than the {count} experts")
-        normalize = True if names.normalize is None else bool(self._raw.get(names.normalize, False))
-        if normalize and per_token == 1:
-            raise self.error("num_experts_per_tok", "is 1, so the weight of a token's expert would always be 1")
-        if self._raw.get("decoder_sparse_step", 1) != 1:
-            raise self.error("decoder_sparse_step", "is not 1; only experts in every layer are supported")
-        if self._raw.get("mlp_only_layers"):
-            raise self.error("mlp_only_layers", "is not empty; only experts in every layer are supported")
-        if self.number("router_jitter_noise", 0.0):
-            raise self.error("router_jitter_noise", "is not 0; noise is not supported")
-        return ExpertsConfig(count, per_token, self.integer(names.width), normalize)
+    def _experts(self, names: ExpertNames | None, layers: int) -> ExpertsConfig | None:
+        return None if names is None else ExpertsReader(self._raw, self._source).config(names, layers)
+
+    def _switch(self, name: str | None, default: bool) -> bool | None:
+        """What the config says under a key that a family may have; None where it has none."""
+        return None if name is None else bool(self._raw.get(name, default))
 
     def _score_head(self, family: Family) -> bool:
         named = self._raw.get("architectures")
@@ -413,8 +435,10 @@ class _Reader(HfFields):
         if not family.logit_caps and self._raw.get(_LOGIT_CAP) is not None:
             raise self.error(_LOGIT_CAP, f"is set; a {family.model_type} model's logits are not capped")
         for name in ("attention_bias", "mlp_bias"):
-            if self._raw.get(name):
+            if self._raw.get(name) and name != family.qkv_bias_key and not family.biases:
                 raise self.error(name, "is true; biases beyond Qwen2's query, key and value are not supported")
+        if family.biases and not self._raw.get("attention_bias", True):
+            raise self.error("attention_bias", f"is false; every matrix of a {family.model_type} model has a bias")
         window = self._raw.get("sliding_window")
         counts = family.windows is None and (family.window_counts or self._raw.get("use_sliding_window"))
         if window and counts:
@@ -427,8 +451,4 @@ class _Reader(HfFields):
             if self.number(name, 0.0):
                 raise self.error(name, "is not 0; dropout is not supported")
         if self._raw.get("quantization_config"):
-            raise self.error("quantization_config", "is set; load unquantised weights")
-
-
-def _common_divisors(*values: int) -> list[int]:
-    return [d for d in range(1, min(values) + 1) if all(v % d == 0 for v in values)]
+            raise self.error("quantization_config", f"is set; {_UNQUANTISED}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -69,12 +68,18 @@ class RopeReader:
                 named = self._given("low_freq_factor", "high_freq_factor")
                 return Llama3Rope(factor=self._factor(), original_positions=original, **named)
             more = self._given("beta_fast", "beta_slow", "attention_factor", "truncate")
-            if "attention_factor" not in more:
-                more |= self._two_scales()
+            more |= {name: value for name, value in self._given("mscale", "mscale_all_dim").items() if value != 0}
             return YarnRope(factor=self._factor(max_positions / original), original_positions=original, **more)
         except ValidationError as error:
             first = error.errors()[0]
             raise self._error(".".join(str(part) for part in first["loc"]) or kind, first["msg"]) from error
+
+    def require(self) -> None:
+        """Raise InputError unless the config says how positions are stretched, or that they are not."""
+        if "rope_type" not in self._block and "type" not in self._block:
+            raise self._error(
+                "rope_type", "is absent, and transformers would stretch positions in a way of its own; say how"
+            )
 
     def _found(self) -> tuple[str, Mapping[str, object]]:
         for name in _BLOCKS:
@@ -99,15 +104,6 @@ class RopeReader:
     def _factor(self, default: float | None = None) -> float:
         value = self._block.get("factor")
         return self._number("factor", default if value is None else value)
-
-    def _two_scales(self) -> dict[str, float]:
-        """DeepSeek's way to say `attention_factor`: the quotient of two scales."""
-        over, under = (self._block.get(name) for name in ("mscale", "mscale_all_dim"))
-        if not over or not under:
-            return {}
-        log = math.log(max(1.0, self._factor()))
-        upper, lower = (0.1 * self._number(n, v) * log + 1.0 for n, v in (("mscale", over), ("mscale_all_dim", under)))
-        return {"attention_factor": upper / lower}
 
     def _number(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):

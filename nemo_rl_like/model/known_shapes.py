@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.hf_experts import ExpertsConfig
 from nemo_rl_like.spec.nearest import nearest
 
 

@@ -356,6 +356,12 @@ class _Planner:
             torch.cat([_ranges(prompt_places.tolist(), on_prompt), _ranges(rest_places.tolist(), rest)]),
             torch.cat([torch.repeat_interleave(index, torch.tensor(part)) for part in (on_prompt, rest)]),
             torch.tensor(lengths),
+            torch.cat(
+                [
+                    _ranges([self._start[row] for row in rows], on_prompt),
+                    _ranges([self._start[row] + before for row, before in zip(rows, on_prompt, strict=True)], rest),
+                ]
+            ),
         )
 
 

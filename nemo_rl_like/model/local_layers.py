@@ -1,63 +1,70 @@
 """Megatron's layers on the CPU: its parameters and tensor-parallel sums, in few passes over memory.
 
-Every function here has a backward of its own that saves inputs only. A weight's gradient goes straight into the buffer that
-DDP keeps for it, so that it is written once and not added a second time.
+Every function here has a backward of its own that saves inputs only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, rotate, rotated
 from nemo_rl_like.model.bare_function import Function
 from nemo_rl_like.model.families.family import Activation
-from nemo_rl_like.model.gradients import add_product, gradient_buffer
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.latent_attention import LatentSelfAttention
 from nemo_rl_like.model.local_activations import GeGlu, SquaredRelu, SwiGlu
+from nemo_rl_like.model.local_linears import LocalColumnLinear, LocalRowLinear
 from nemo_rl_like.model.local_norms import NORMS, RmsNorm
+from nemo_rl_like.model.local_stacked import StackedExperts
 from nemo_rl_like.model.mcore import (
     MLP,
-    ColumnParallelLinear,
     IdentityOp,
     MegatronModule,
     MLPSubmodules,
     ModuleSpec,
     ProcessGroupCollection,
-    RowParallelLinear,
     SelfAttention,
     TransformerConfig,
     TransformerLayer,
     checkpoint,
     get_gpt_layer_local_spec,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
 )
 from nemo_rl_like.model.router import RowRouter
 
 
-def local_layer_spec(config: ModelConfig) -> ModuleSpec:
-    """One layer of the model on the CPU."""
-    traits, experts = config.traits, None if config.experts is None else config.experts.count
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=traits.qk_norm, normalization="RMSNorm")
+def local_layer_spec(config: ModelConfig, index: int) -> ModuleSpec:
+    """One layer of the model on the CPU, counted from 0 over the whole model."""
+    traits, experts = config.traits, config.experts.count if config.experts and config.has_experts(index) else None
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_norm, normalization="RMSNorm")
     norm = NORMS[traits.norm]
     spec.module, layer = (NormedLayer if traits.post_norms else LocalLayer), spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     layer.self_attention.module, attention = LocalSelfAttention, layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = LocalColumnLinear, LocalRowLinear
     attention.core_attention = IdentityOp  # the layout attends
-    if traits.qk_norm:
+    if traits.sinks:
+        layer.self_attention.module = SinkSelfAttention
+    if config.latent is not None:
+        layer.self_attention = ModuleSpec(module=LatentSelfAttention, params={"latent": config.latent})
+    if config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if experts is not None:
         linears = MLPSubmodules(linear_fc1=LocalColumnLinear, linear_fc2=LocalRowLinear)
         layer.mlp.submodules.experts = ModuleSpec(module=LocalExperts, submodules=linears)
+        if config.experts is not None and config.experts.swiglu is not None:
+            params = {"swiglu": config.experts.swiglu}
+            layer.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params=params)
         layer.mlp.submodules.router = RowRouter
+        layer.mlp.submodules.shared_experts = ModuleSpec(module=LocalSharedExpert, submodules=linears)
         return spec
     layer.mlp.module = _MLPS[traits.activation]
     layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = LocalColumnLinear, LocalRowLinear
@@ -139,13 +146,17 @@ class LocalSelfAttention(SelfAttention):
         call = packed_seq_params
         query, key, value = self._heads(hidden_states, call)
         key, value = call.keys_and_values(self.layer_number, key, value)
-        attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores))
+        attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores_of(call)))
         if self.checkpoint_core_attention and torch.is_grad_enabled():
             attended = checkpoint(attend, False, query, key, value)
         else:
             attended = attend(query, key, value)
         out: Tensor = self.linear_proj(attended)[0]
         return out, None
+
+    def scores_of(self, call: AttentionCall) -> Scores:
+        """What this layer makes of the scores of the heads that attend on this rank."""
+        return self.scores
 
     def _heads(self, hidden_states: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [s, b, heads, d], rotated keys and plain values [s, b, kv_heads, d]."""
@@ -158,6 +169,19 @@ class LocalSelfAttention(SelfAttention):
         mixed = mixed.unflatten(-1, (groups, -1, width))
         query, key, value = _SplitHeads.call(mixed, rotary.cos, rotary.sin)
         return query, key, value
+
+
+class SinkSelfAttention(LocalSelfAttention):
+    """The same with a score of each head that takes a share of the softmax."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.sinks = torch.nn.Parameter(torch.empty(self.num_attention_heads_per_partition, dtype=config.params_dtype))
+
+    def scores_of(self, call: AttentionCall) -> Scores:
+        """With context parallelism a rank attends with some of the heads."""
+        context, sinks = call.context, self.sinks
+        return replace(self.scores, sinks=sinks if context is None else sinks.chunk(context.size)[context.group.rank()])
 
 
 class LocalMlp(MLP):
@@ -193,6 +217,13 @@ class SquaredReluMlp(LocalMlp):
 _MLPS: Mapping[Activation, type[LocalMlp]] = {"silu": LocalMlp, "gelu_tanh": GeluMlp, "relu2": SquaredReluMlp}
 
 
+def _of_width(config: TransformerConfig, width: int) -> TransformerConfig:
+    """The same for feed-forward layers so wide: Megatron's second product reads the width there."""
+    changed = copy(config)
+    changed.ffn_hidden_size = width
+    return changed
+
+
 class LocalExperts(MegatronModule):
     """This rank's experts of one layer, one after the other."""
 
@@ -204,12 +235,13 @@ class LocalExperts(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
+        width = config.moe_ffn_hidden_size
         self.local_experts = torch.nn.ModuleList(
             LocalMlp(
-                config,
+                _of_width(config, width),
                 submodules,
                 is_expert=True,
-                ffn_hidden_size=config.moe_ffn_hidden_size,
+                ffn_hidden_size=width,
                 tp_group=pg_collection.expt_tp,
             )
             for _ in range(num_local_experts)
@@ -222,88 +254,26 @@ class LocalExperts(MegatronModule):
         return torch.cat([expert(part, weight)[0] for expert, part, weight in parts]), None
 
 
-class LocalColumnLinear(ColumnParallelLinear):
-    """x W^T with this rank's rows of W; the gradient of x is summed over the tensor-parallel ranks. With sequence parallelism x is a part of
-    the sequence, gathered here. An expert's x has been gathered before."""
+class LocalSharedExpert(LocalMlp):
+    """The expert that every token passes, times the sigmoid of its gate where it has one."""
 
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """[s, b, in] (or [s / tp, b, in]) -> [s, b, out / tp]; the second value is the bias Megatron's linear may leave to its caller."""
-        if self.is_expert:
-            out = _Linear.call(input_, self.weight, None)
-        elif self.sequence_parallel:
-            out = _GatheredLinear.call(input_, self.weight, self.tp_group)
-        else:
-            out = _Linear.call(input_, self.weight, self.tp_group if self.tp_group.size() > 1 else None)
-        return (out if self.bias is None else out + self.bias), None
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, gate: bool, pg_collection: ProcessGroupCollection
+    ) -> None:
+        width = config.moe_shared_expert_intermediate_size
+        super().__init__(_of_width(config, width), submodules, ffn_hidden_size=width, tp_group=pg_collection.tp)
+        self.gate_weight: torch.nn.Parameter | None = None
+        if gate:
+            self.gate_weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+            # With sequence parallelism each rank has the gradient of its tokens only.
+            setattr(self.gate_weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
-
-class LocalRowLinear(RowParallelLinear):
-    """x W^T with this rank's columns of W and its part of x, summed over the tensor-parallel ranks; with sequence parallelism each of them
-    keeps a part of the sequence. An expert's are summed afterwards."""
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[s, b, in / tp] -> [s, b, out] (or [s / tp, b, out]); the second value is the bias Megatron's linear may leave to its caller."""
-        out = _Linear.call(input_, self.weight, None)
-        if self.is_expert:
-            return out, None
-        if self.sequence_parallel:
-            out = reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
-        elif self.tp_group.size() > 1:
-            out = reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
-        return out, None
-
-
-class _Linear(Function):
-    """x W^T. `group`: ranks over which the gradient of x is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)  # a frozen weight's gradient is never made
-        ctx.group = group
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        to_x = grad @ weight
-        summing = None if ctx.group is None else dist.all_reduce(to_x, group=ctx.group, async_op=True)
-        to_weight = None
-        if ctx.needs_input_grad[1]:
-            to_weight = add_product(gradient_buffer(weight), grad.flatten(0, -2), x.flatten(0, -2))
-        if summing is not None:
-            summing.wait()
-        return to_x, to_weight, None
-
-
-class _GatheredLinear(Function):
-    """x W^T of x gathered along the first axis; its gradient is summed and cut again. x is kept in part and gathered once more."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.group = group
-        return _gathered(x, group) @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        whole = grad @ weight
-        to_x = whole.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
-        summing = dist.reduce_scatter_tensor(to_x, whole.contiguous(), group=ctx.group, async_op=True)
-        to_weight = None
-        if ctx.needs_input_grad[1]:
-            rows = _gathered(x, ctx.group).flatten(0, -2)
-            to_weight = add_product(gradient_buffer(weight), grad.flatten(0, -2), rows)
-        summing.wait()
-        return to_x, to_weight, None
-
-
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return whole
+    def forward(self, hidden_states: Tensor, *unused: object) -> Tensor:  # type: ignore[override]  # as Megatron's shared expert
+        """[s, b, H] -> [s, b, H]."""
+        out, _ = super().forward(hidden_states)
+        if self.gate_weight is None:
+            return out
+        return out * functional.linear(hidden_states, self.gate_weight).sigmoid()
 
 
 class _SplitHeads(Function):

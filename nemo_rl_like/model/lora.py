@@ -292,7 +292,7 @@ def _linears(layer: Any, config: ModelConfig) -> Iterator[tuple[str, Any]]:
         if not of_experts(config, path):
             yield path, layer.get_submodule(path)
             continue
-        for expert in layer.mlp.get_submodule(LOCAL_EXPERTS):
+        for expert in layer.mlp.get_submodule(LOCAL_EXPERTS) if config.has_experts(layer.layer_number - 1) else ():
             yield path, expert.get_submodule(path.removeprefix("mlp."))
 
 

@@ -31,7 +31,19 @@ def check_targets(config: ModelConfig, lora: LoraSpec) -> None:
     """Raise InputError for a projection that cannot have an adapter in this model, or not one of this kind."""
     where = ""
     without: set[str] = set()
-    if config.traits.packed:
+    if config.latent is not None:
+        raise InputError(
+            f"policy.lora is given, but a {config.family} model has latent attention, whose projections have no adapters; leave policy.lora out"
+        )
+    if config.traits.biases:
+        raise InputError(
+            f"policy.lora is given, but the projections of a {config.family} model have biases, beside which adapters are not tested; leave "
+            "policy.lora out"
+        )
+    if config.experts is not None and not config.experts.alone:
+        without = set(FFN_PROJECTIONS)
+        where = "also in shared experts or dense layers of a {family} model, where they have no adapters"
+    elif config.traits.packed:
         without = {*QKV_PROJECTIONS, "gate_proj", "up_proj"}
         where = "parts of one matrix in the files of a {family} model, where PEFT has one adapter for all of them"
     elif not config.traits.gated:

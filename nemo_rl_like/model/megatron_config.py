@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.families.family import Activation
-from nemo_rl_like.model.hf_config import ExpertsConfig, ModelConfig
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.mcore import TransformerConfig, squared_relu
 from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec, RecomputeSpec
 
@@ -49,15 +49,15 @@ def transformer_config(
             num_attention_heads=config.heads,
             num_query_groups=config.kv_heads,
             kv_channels=config.head_dim,
-            ffn_hidden_size=config.ffn_width,
+            ffn_hidden_size=config.intermediate_size if config.has_dense_layers else config.ffn_width,
             normalization="LayerNorm" if traits.norm == "layer_1p" else "RMSNorm",
             layernorm_zero_centered_gamma=traits.norm != "rms",
             layernorm_epsilon=config.norm_eps,
             gated_linear_unit=traits.gated,
             activation_func=_ACTIVATIONS[traits.activation],
-            add_bias_linear=False,
-            add_qkv_bias=traits.qkv_bias,
-            qk_layernorm=traits.qk_norm,
+            add_bias_linear=traits.biases,
+            add_qkv_bias=config.qkv_bias,
+            qk_layernorm=config.qk_norm,
             init_method_std=config.init_std,
             perform_initialization=False,
             use_cpu_initialization=not runtime.on_cuda(),
@@ -80,7 +80,7 @@ def transformer_config(
             sequence_parallel=layout.sp,
             moe_token_dispatcher_type="alltoall",
             batch_p2p_comm=False,  # two ranks that are each other's next and previous one would mix up the messages of a batch
-            **_expert_settings(config.experts, layout, runtime.on_cuda()),
+            **_expert_settings(config, layout, runtime.on_cuda()),
             **_fp8_settings(fp8),
             **_recompute_settings(recompute, config.layers),
         )
@@ -98,11 +98,15 @@ def _recompute_settings(recompute: RecomputeSpec | None, layers: int) -> dict[st
     }
 
 
-def _expert_settings(experts: ExpertsConfig | None, layout: LayoutSpec, grouped: bool) -> dict[str, Any]:
+def _expert_settings(config: ModelConfig, layout: LayoutSpec, grouped: bool) -> dict[str, Any]:
     """`grouped`: a rank's experts in one product, which needs Transformer Engine."""
-    if experts is None:
+    experts, names = config.experts, config.traits.experts
+    if experts is None or names is None:
         return {}
     return {
+        "moe_layer_freq": [int(config.has_experts(layer)) for layer in range(config.layers)],
+        "moe_shared_expert_intermediate_size": experts.shared_width or None,
+        "moe_shared_expert_gate": names.shared_gate is not None,
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.width,
         "moe_router_topk": experts.per_token,

@@ -135,11 +135,16 @@ def _require_known(config: ModelConfig) -> None:
     """Raise InputError for a model whose memory no count here describes."""
     unknown = {
         "a sliding window": config.attention.window is not None,
+        "latent attention": config.latent is not None,
+        "attention sinks": config.traits.sinks,
+        "biases of every matrix": config.traits.biases,
         "capped attention scores": config.attention.score_cap is not None,
         "capped logits": config.logit_cap is not None,
         "norms with a bias or weights that count from one": config.traits.norm != "rms",
         "norms behind attention and feed-forward layers": config.traits.post_norms,
         "feed-forward layers without a gate": not config.traits.gated,
+        "an expert that every token passes": config.experts is not None and config.experts.shared_width > 0,
+        "experts in some layers only": config.experts is not None and config.has_dense_layers,
     }
     found = [name for name, present in unknown.items() if present]
     if found:
@@ -188,9 +193,9 @@ def _layer_parameters(config: ModelConfig, layout: LayoutSpec) -> Iterator[int]:
     yield from (config.hidden_size, config.hidden_size)  # norms before attention and feed-forward
     yield sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"]
     yield sizes["o_proj"]
-    if config.traits.qkv_bias:
+    if config.qkv_bias:
         yield (config.heads + 2 * config.kv_heads) * config.head_dim // layout.tp
-    if config.traits.qk_norm:
+    if config.qk_norm:
         yield from (config.head_dim, config.head_dim)
     if config.experts is not None:
         yield config.experts.count * config.hidden_size  # the router, whole on every rank

@@ -18,10 +18,12 @@ class RowPlaces:
     """int64 [K] row, counted within the pass."""
     lengths: Tensor
     """int64 [R] tokens of each row."""
+    sources: Tensor
+    """int64 [K] the token in the flat batch."""
 
     def to(self, device: torch.device) -> RowPlaces:
         """The same pairs on `device`."""
-        return RowPlaces(self.places.to(device), self.rows.to(device), self.lengths.to(device))
+        return RowPlaces(*(x.to(device) for x in (self.places, self.rows, self.lengths, self.sources)))
 
     def on_rank(self, shape: torch.Size, padded: int, parts: int, part: int) -> RowPairs:
         """The pairs whose token is on a rank that has part `part` of `parts` of the sequence; tokens there lie [s / parts, b].
@@ -33,7 +35,9 @@ class RowPlaces:
         column = self.places % length - own * part
         mine = (column >= 0) & (column < own)
         tokens = column * rows + self.places // length
-        return RowPairs(tokens[mine], self.rows[mine], self.lengths[:, None].float(), in_parts=parts > 1)
+        return RowPairs(
+            tokens[mine], self.rows[mine], self.lengths[:, None].float(), in_parts=parts > 1, sources=self.sources[mine]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class RowPairs:
     """float32 [R, 1] tokens of each row over all ranks."""
     in_parts: bool
     """Other ranks have further tokens of the rows."""
+    sources: Tensor
+    """int64 [K] the token in the flat batch."""
 
     def sums(self, values: Tensor) -> Tensor:
         """Values of this rank's tokens [n, C], summed over each row: [R, C]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotate
 from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout
-from nemo_rl_like.model.mcore import ModuleSpec, TransformerConfig, parallel_state
+from nemo_rl_like.model.mcore import ModuleSpec, TransformerBlockSubmodules, TransformerConfig, parallel_state
 from nemo_rl_like.model.router import RowRouter
 
 with runtime.quiet():
@@ -73,6 +74,14 @@ class TeLayoutAttention(TEDotProductAttention):
         rows = (x.squeeze(1).contiguous() for x in (query, key, value))
         out: Tensor = super().forward(*rows, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=params)
         return out.reshape(out.size(0), 1, -1)
+
+
+def transformer_engine_layers(
+    qk_norm: bool, experts: Sequence[int | None], *, fuse_norms: bool
+) -> TransformerBlockSubmodules:
+    """A stage's layers, `experts` of each; see `transformer_engine_spec`."""
+    specs = [transformer_engine_spec(qk_norm, count, fuse_norms=fuse_norms) for count in experts]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
 def transformer_engine_spec(qk_norm: bool, experts: int | None = None, *, fuse_norms: bool = True) -> ModuleSpec:

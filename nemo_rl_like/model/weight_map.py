@@ -68,6 +68,11 @@ class WeightMap:
         part.entries, part._whole = tuple(filter(keep, self.entries)), False
         return part
 
+    @property
+    def trained(self) -> WeightMap:
+        """The map of what an optimizer trains."""
+        return self.only(lambda entry: not entry.fixed)
+
     def owns(self, name: str) -> bool:
         """Whether a Megatron parameter belongs to this map."""
         return not beside(name)
@@ -125,7 +130,7 @@ class WeightMap:
             marks = (entry.packing != "whole", 1 if entry.packing == "columns" else 0, 1)
             for mark, value in zip(_SHARD_MARKS, marks, strict=True):
                 setattr(parameters[name], mark, value)
-            if entry.expert is not None:
+            if entry.of_experts:
                 setattr(parameters[name], _SUMMED, not experts_apart())
 
     def local_entries(self, model: MegatronModel) -> Iterator[tuple[str, Entry]]:
@@ -264,6 +269,9 @@ class WeightMap:
         )
 
     def _harmless(self, key: str) -> bool:
+        if self._config.traits.further_layers and key.startswith("model.layers."):
+            index = key.split(".")[2]
+            return index.isdecimal() and int(index) >= self._config.layers
         return key.endswith("rotary_emb.inv_freq") or (self._config.tie_embeddings and key == HEAD)
 
 

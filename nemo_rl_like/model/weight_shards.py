@@ -24,12 +24,13 @@ class Gather:
     def to_rank_zero(self, entry: Entry, leader: int, local: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         """The whole tensor on global rank 0, None elsewhere. `leader`: first of the global ranks that hold it."""
         full: Tensor | None = None
+        dtype = torch.float32 if entry.fixed else self._dtype
         group = group_of(entry)
         if dist.get_process_group_ranks(group)[0] == leader:
             if local is None:
                 raise ValueError(f"rank {self._rank} has no Megatron parameter for {entry.hf}")
-            if local.dtype is not self._dtype:
-                raise ValueError(f"{entry.hf}: tensors must share one dtype, got {local.dtype} beside {self._dtype}")
+            if local.dtype is not dtype:
+                raise ValueError(f"{entry.hf}: tensors must share one dtype, got {local.dtype} beside {dtype}")
             full = gathered(entry, local.detach(), group, 0)
         if leader == 0:
             return full
@@ -37,7 +38,7 @@ class Gather:
             dist.send(full.contiguous(), dst=0)
         if self._rank != 0:
             return None
-        received = torch.empty(shape, dtype=self._dtype, device=self._device)
+        received = torch.empty(shape, dtype=dtype, device=self._device)
         dist.recv(received, src=leader)
         return received
 
@@ -50,17 +51,18 @@ class Shares:
 
     def __init__(self) -> None:
         dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True) * tp_size()
-        experts = parallel_state.get_expert_data_parallel_world_size() * etp_size()
-        self._sizes = {False: [0] * dense, True: [0] * experts}
+        copies = parallel_state.get_expert_data_parallel_world_size()
+        self._dense = [0] * dense
+        self._experts, self._stacked = [0] * (copies * etp_size()), [0] * (copies * ep_size())
 
     def place_of(self, entry: Entry) -> int | None:
         """Rank, within the group over which this rank's copy of the tensor is cut, that gets the tensor whole; None: another copy's."""
-        apart = entry.expert is not None
-        sizes = self._sizes[apart]
+        stacked = entry.packing == "experts"
+        sizes = self._stacked if stacked else self._experts if entry.of_experts else self._dense
         chosen = sizes.index(min(sizes))
         sizes[chosen] += sum(math.prod(shape) for shape in entry.shapes)
-        copy, place = divmod(chosen, etp_size() if apart else tp_size())
-        if apart:
+        copy, place = divmod(chosen, group_of(entry).size())
+        if entry.of_experts:
             mine = parallel_state.get_expert_data_parallel_rank()
         else:
             mine = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -108,6 +110,8 @@ def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
 
 def group_of(entry: Entry) -> dist.ProcessGroup:
     """The ranks over which the tensor is cut."""
+    if entry.packing == "experts":
+        return parallel_state.get_expert_model_parallel_group()
     if entry.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()

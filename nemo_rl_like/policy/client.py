@@ -39,6 +39,8 @@ class Policy:
     """Whether adapters alone are trained."""
     virtual_tokens: int = 0
     """Places of the context that are taken before each row."""
+    replays: bool = False
+    """Whether training sends tokens to the experts of the log-prob pass (`policy.router.replay`)."""
 
     @classmethod
     def start(
@@ -63,7 +65,8 @@ class Policy:
         """
         adapted = adapter_seed is not None and spec.adapted
         virtual = spec.virtual_tokens if adapted else 0
-        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual)
+        replays = spec.router.replay == "first_pass" and not score_head
+        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual, replays)
         policy.host(
             folder,
             spec,
@@ -143,6 +146,13 @@ class Policy:
         """Reference to the log-probs float32 [N] of the batch's trained tokens, and the gap metrics."""
         got = self.group.call(self.service, "logprobs", batch, temperature, gap, what=what)
         return cast(tuple[ray.ObjectRef, dict[str, float]], got)
+
+    def logprobs_and_routes(
+        self, batch: ray.ObjectRef, temperature: float, gap: GapLimit | None = None, what: str = "log-probs"
+    ) -> tuple[ray.ObjectRef, ray.ObjectRef, dict[str, float]]:
+        """As `logprobs`, and between them a reference to the experts of each token; see `PolicyRank.logprobs_and_routes`."""
+        got = self.group.call(self.service, "logprobs_and_routes", batch, temperature, gap, what=what)
+        return cast(tuple[ray.ObjectRef, ray.ObjectRef, dict[str, float]], got)
 
     def values(self, batch: ray.ObjectRef, what: str = "values") -> ray.ObjectRef:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens."""

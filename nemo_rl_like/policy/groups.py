@@ -49,8 +49,10 @@ def settings_of(spec: OptimizerSpec, entries: Sequence[Entry]) -> dict[Entry, Se
 
 
 def is_hidden_matrix(entry: Entry) -> bool:
-    """Whether Muon orthogonalises the parameter: a matrix of a layer, but not a router, whose rows are choices."""
-    return entry.layer is not None and len(entry.shapes[0]) == 2 and not entry.names[0].startswith(_ROUTER)
+    """Whether Muon orthogonalises the parameter: a matrix of a layer with several rows, but not a router, whose rows are choices, nor all
+    experts in one tensor."""
+    shape, other = entry.shapes[0], entry.names[0].startswith(_ROUTER) or entry.packing == "experts"
+    return entry.layer is not None and len(shape) == 2 and shape[0] > 1 and not other
 
 
 def _usual(spec: OptimizerSpec, entry: Entry) -> Settings:
@@ -60,8 +62,7 @@ def _usual(spec: OptimizerSpec, entry: Entry) -> Settings:
     if isinstance(spec, MuonOptimizer) and not muon:
         lr = spec.lr if spec.adamw.lr is None else spec.adamw.lr
         weight_decay = spec.weight_decay if spec.adamw.weight_decay is None else spec.adamw.weight_decay
-    decays = len(entry.shapes[0]) > 1
-    return Settings(lr, spec.min_lr * (lr / spec.lr), weight_decay if decays else 0.0, muon)
+    return Settings(lr, spec.min_lr * (lr / spec.lr), 0.0 if entry.is_vector else weight_decay, muon)
 
 
 def _in_group(usual: Settings, group: ParameterGroup | None) -> Settings:

@@ -23,6 +23,7 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.dropout import token_keys
 from nemo_rl_like.model.layouts import MicroBatch, Passes, plan_microbatches
 from nemo_rl_like.model.router import ROUTER_METRICS
+from nemo_rl_like.model.routes import ROUTES
 from nemo_rl_like.model.virtual_tokens import behind, of_batch
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
@@ -71,6 +72,8 @@ class PolicyRank:
     ) -> None:
         self._spec = policy
         self._adapter_seed = adapter_seed
+        # A model with a score head is not the one whose choices a batch has.
+        self._replays = policy.router.replay == "first_pass" and not score_head
         request = ModelRequest(
             Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, on_host, timeout_s
         )
@@ -112,7 +115,8 @@ class PolicyRank:
         names, further = objective.metric_names, []
         if auxiliary is not None:
             names, further = (*names, *auxiliary[1].metric_names), [self._add_gradients(*auxiliary)]
-        walked = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
+        walk = Walk(temperature, objective, stats)
+        walked = self._walk(part, stats.live_rows, walk, training=True, replay=self._replays)
         if "proximal" in part.extras:
             mask = part.loss_mask & stats.live_rows[part.row_of_token]
             names, further = (
@@ -129,6 +133,8 @@ class PolicyRank:
         step = self.backend.step()
         if step is None:
             raise NonFinite(f"update {self.backend.updates}: a gradient is not finite, the step was not made")
+        if self.backend.watch is not None:
+            self.backend.watch.move_biases(self._spec.router.bias_update_rate)
         faults.point("optimizer.mid")
         trained = {"grad_norm": step.grad_norm, "lr": step.lr, "trained_rows": float(stats.live_rows.sum())}
         return {**metrics, **trained, **walked.passes}
@@ -156,6 +162,18 @@ class PolicyRank:
         metrics = self._report(batch, rows, walked, (), gap)
         return ray.put(walked.logprobs.cpu()), metrics
 
+    def logprobs_and_routes(
+        self, batch: TokenBatch, temperature: float, gap: GapLimit | None = None
+    ) -> tuple[ray.ObjectRef, ray.ObjectRef, dict[str, float]]:
+        """As `logprobs`, and between them a reference to the experts that the tokens were sent to; see `model.routes.ROUTES`."""
+        if self.backend.watch is None:
+            raise ValueError("the model has no experts")
+        rows = batch.trained_per_row > 0
+        with self.backend.watch.routes.recording(batch.tokens.numel(), runtime.device()) as routes:
+            walked = self._walk(batch, rows, Walk(temperature), training=False, record=True)
+        metrics = self._report(batch, rows, walked, (), gap)
+        return ray.put(walked.logprobs.cpu()), ray.put(routes.cpu()), metrics
+
     def values(self, batch: TokenBatch) -> ray.ObjectRef:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens; 0 elsewhere."""
         walked = self._walk(batch, batch.trained_per_row > 0, Walk(1.0), training=False)
@@ -180,14 +198,27 @@ class PolicyRank:
 
     def _looked_at(self, batch: TokenBatch, temperature: float) -> TokenBatch:
         """The batch with `current` log-probs and `entropy` of its trained tokens, from a forward pass without gradient."""
-        walked = self._walk(batch, batch.trained_per_row > 0, Walk(temperature, keep_entropy=True), training=False)
+        walk = Walk(temperature, keep_entropy=True)
+        walked = self._walk(batch, batch.trained_per_row > 0, walk, training=False, replay=self._replays)
         return batch.with_extras(current=walked.logprobs.cpu(), entropy=walked.entropy.cpu())
 
     # -- one walk over micro-batches
 
-    def _walk(self, batch: TokenBatch, rows: Tensor, walk: Walk, *, training: bool) -> Walked:
-        """Pass the rows marked true through the model."""
-        passes = self._passes(batch, rows, walk, training)
+    def _walk(
+        self,
+        batch: TokenBatch,
+        rows: Tensor,
+        walk: Walk,
+        *,
+        training: bool,
+        replay: bool = False,
+        record: bool = False,
+    ) -> Walked:
+        """Pass the rows marked true through the model; with `replay` tokens go to the experts that the batch has for them, and with `record`
+        routers tell theirs."""
+        routes = batch.extras.get(ROUTES) if replay else None
+        with_row_places = self._balances(walk, training) or record or routes is not None
+        passes = self._passes(batch, rows, walk, training, with_row_places)
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
         flat = torch.zeros(batch.tokens.numel(), dtype=torch.float32, device=device)
@@ -213,13 +244,13 @@ class PolicyRank:
             sums.add_(torch.stack([part.metrics[name].float() for name in names]))
             return part.loss * walk.scale
 
-        with self._balanced(rows, walk, training):
+        with self._balanced(rows, walk, training), self._replayed(routes):
             self.backend.run(passes, score, training=training, finalize=walk.finalize)
         whole = self.backend.share(torch.cat([flat, entropy, sums]))
         logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
         return Walked(logprobs, entropy, sums, passes.metrics)
 
-    def _passes(self, batch: TokenBatch, rows: Tensor, walk: Walk, training: bool) -> Passes:
+    def _passes(self, batch: TokenBatch, rows: Tensor, walk: Walk, training: bool, with_row_places: bool) -> Passes:
         """This rank's passes over the rows, behind the model's virtual tokens."""
         dp_size, dp_rank = self.backend.replicas
         virtual = self.backend.virtual_tokens
@@ -232,7 +263,7 @@ class PolicyRank:
             token_budget=self._spec.micro_batch_tokens,
             together=walk.together(batch),
             pair_cost=self.backend.pair_cost,
-            with_row_places=self._balances(walk, training),
+            with_row_places=with_row_places,
             token_keys=self._token_keys(batch, walk) if training else None,
         )
         return of_batch(passes, batch, len(virtual)) if virtual else passes
@@ -257,6 +288,11 @@ class PolicyRank:
             return nullcontext()
         weight = 1.0 / max(1, int(rows.sum()))
         return self.backend.watch.step(self._spec.router, weight, walk.scale, runtime.device())
+
+    def _replayed(self, routes: Tensor | None) -> AbstractContextManager[None]:
+        if self.backend.watch is None or routes is None:
+            return nullcontext()
+        return self.backend.watch.routes.replaying(routes, runtime.device())
 
     def _report(
         self,

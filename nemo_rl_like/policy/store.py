@@ -103,8 +103,8 @@ class PolicyStore:
 
     def load_weights(self, folder: Path, prefix: str = "") -> None:
         """Take what this rank trains from a checkpoint: its weights, or its adapters beside the base, which stays."""
-        section = "weights" if self._adapter is None else ADAPTER
-        self.trained.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
+        held, section = (self._map, "weights") if self._adapter is None else (self.trained, ADAPTER)
+        held.load_hf(self._model, SafetensorsReader(folder / f"{prefix}{section}"))
 
     def load_optimizer(self, folder: Path, optimizer: PolicyOptimizer, updates: int) -> None:
         """Take this rank's optimizer state from `folder`, as it was after `updates` optimizer steps.
@@ -164,7 +164,7 @@ def copy_side_files(source: Path, target: Path) -> None:
 def trained_map(config: ModelConfig, adapter: LoraSpec | AdapterSpec | None) -> WeightMap:
     """The map of what is trained: the model, or what it has beside it."""
     if adapter is None:
-        return WeightMap(config)
+        return WeightMap(config).trained
     if isinstance(adapter, LoraSpec):
         return AdapterMap(config, adapter)
     return PrefixMap(config, adapter) if isinstance(adapter, PrefixTuningSpec) else PromptMap(config, adapter)

@@ -58,7 +58,11 @@ class YarnRope(Spec):
     beta_slow: PositiveFloat = 1.0
     """Waves that fit less often into it are stretched by the whole factor."""
     attention_factor: PositiveFloat | None = None
-    """Factor of cosines and sines; default: 0.1 ln(factor) + 1."""
+    """Factor of cosines and sines; default: 0.1 ln(factor) + 1, or with the two scales below the quotient of 0.1 scale ln(factor) + 1 of both."""
+    mscale: PositiveFloat | None = None
+    """The upper of the two (DeepSeek-V2, arXiv 2405.04434)."""
+    mscale_all_dim: PositiveFloat | None = None
+    """The lower of the two. In models with latent attention, scores are multiplied by the square of 0.1 scale ln(factor) + 1."""
     truncate: bool = True
     """Round the bounds of the ramp between the two to whole pairs of channels."""
 

@@ -121,12 +121,18 @@ class Fp8Spec(Spec):
 
 
 class RouterSpec(Spec):
-    """Losses that a model with experts adds to each training step, for every row and layer alike."""
+    """What keeps the load of a model's experts even: losses of each training step, for every row and layer alike, or biases."""
 
     balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the loss that is least when a row's tokens use all experts alike (DeepSeek-V3, arXiv 2412.19437)."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the squared log-normaliser of the router's logits (ST-MoE, arXiv 2202.08906)."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """What each expert's bias moves by after a step, in models that have one (Wang et al. 2024, arXiv 2408.15664); DeepSeek-V3 was trained
+    with 0.001. 0: biases stay."""
+    replay: Literal["none", "first_pass"] = "none"
+    """`first_pass`: the updates of an `rl` stage's step send each token to the experts of the pass that told its proximal log-prob, however the
+    router would choose by then (arXiv 2507.18071)."""
 
 
 Module = Literal["core_attn", "mlp", "moe"]
@@ -232,7 +238,7 @@ class PolicySpec(Spec):
     offload: OffloadSpec = OffloadSpec()
     """Keep optimizer state, or models that are not trained, in host memory; default: nothing."""
     router: RouterSpec = RouterSpec()
-    """Losses of a model with experts."""
+    """How a model with experts balances them."""
     lora: LoraSpec | None = None
     """Train adapters instead of the whole model; default: off."""
     adapter: AdapterSpec | None = None
@@ -248,6 +254,10 @@ class PolicySpec(Spec):
             return self
         if self.lora is not None:
             raise ValueError("`lora` and `adapter` are both given; leave one of them out")
+        if self.router.replay != "none":
+            raise ValueError(
+                "`router.replay` keeps the experts of a row's own tokens, and `adapter` puts virtual ones before them; leave one of them out"
+            )
         if isinstance(self.adapter, PrefixTuningSpec) and self.router != RouterSpec():
             raise ValueError(
                 "`router` has losses, but routers see virtual tokens that `adapter: prefix_tuning` gives no hidden states; leave one of them out"
@@ -255,6 +265,15 @@ class PolicySpec(Spec):
         if isinstance(self.adapter, PromptTuningSpec) and self.layout.pp > 1:
             raise ValueError(
                 f"`layout.pp` is {self.layout.pp}, but with `adapter: prompt_tuning` only the first stage has something to train; set it to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_leave_biases(self) -> PolicySpec:
+        beside = "lora" if self.lora is not None else "adapter" if self.adapter is not None else None
+        if beside is not None and self.router.bias_update_rate:
+            raise ValueError(
+                f"`router.bias_update_rate` moves biases of the base model, which `{beside}` leaves as it is; leave one of the two out"
             )
         return self
 

@@ -85,7 +85,15 @@ def _check_shape(spec: ExperimentSpec) -> None:
             f"`policy.layout` has `ep` or `etp`, but a {config.family} model has no experts; leave them out"
         )
     if config.experts is None and spec.policy.router != RouterSpec():
-        raise SpecError(f"`policy.router` has losses, but a {config.family} model has no experts; leave it out")
+        raise SpecError(
+            f"`policy.router` has losses or a rate, but a {config.family} model has no experts; leave it out"
+        )
+    biased = config.traits.experts is not None and config.traits.experts.bias
+    if spec.policy.router.bias_update_rate and not biased:
+        raise SpecError(
+            f"`policy.router.bias_update_rate` is {spec.policy.router.bias_update_rate:g}, but a {config.family} model's experts have no bias; "
+            "leave it out, or balance them with `balance_loss`"
+        )
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
     if isinstance(spec.policy.adapter, PromptTuningSpec):
@@ -122,7 +130,7 @@ def _trained(spec: ExperimentSpec, stage: StageSpec) -> Sequence[Entry]:
 def _trained_map(spec: ExperimentSpec, stage: StageSpec) -> WeightMap:
     config = shape_of(spec)
     if isinstance(stage, RewardModelStageSpec):
-        return WeightMap(replace(config, score_head=True))
+        return WeightMap(replace(config, score_head=True)).trained
     return trained_map(config, spec.policy.lora or spec.policy.adapter)
 
 

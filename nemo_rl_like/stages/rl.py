@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel
 from nemo_rl_like.cluster.group import WorkerGroup
@@ -30,7 +31,7 @@ from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import host_rollout, worker_group
 from nemo_rl_like.training.engine import EngineClient, RunEngine, host_opponent
 from nemo_rl_like.training.reinforcement import RlRecipe, dataflow_of
-from nemo_rl_like.training.step_services import ROLLOUT, RlModels, StepServices
+from nemo_rl_like.training.step_services import ROLLOUT, RlModels, StepServices, objective_of
 
 ROLLOUTS = "rollouts.jsonl"
 
@@ -52,6 +53,7 @@ class RlStage:
             splits.append(self.stage.evaluation.split)
         checks: list[Callable[[], object]] = [partial(check_tasks, self.spec, split) for split in splits]
         checks.append(partial(check_ptx, self.stage.ptx, self.spec))
+        checks.append(partial(_check_replay, self.spec, self.stage))
         if self.stage.loop is not None:
             checks.append(partial(dataflow_of, self.stage))
         if self.stage.teacher is not None:
@@ -154,3 +156,17 @@ class RlStage:
         )
         stack.callback(found.group.shutdown)
         return found
+
+
+def _check_replay(spec: ExperimentSpec, stage: RlStageSpec) -> None:
+    """A stage whose updates are to send tokens to the experts of the log-prob pass has one. Raises SpecError."""
+    if spec.policy.router.replay == "none":
+        return
+    field = f"`policy.router.replay` is {spec.policy.router.replay}, but stage {stage.name}"
+    if stage.algorithm.pairs is not None:
+        raise SpecError(f"{field} trains on pairs, which have no log-prob pass of their own; leave `replay` out")
+    if objective_of(stage).on_policy:
+        raise SpecError(
+            f"{field} makes one update a step without a log-prob pass before it; set `algorithm.recompute_proximal: always` or "
+            "`updates_per_batch: 2`, or leave `replay` out"
+        )

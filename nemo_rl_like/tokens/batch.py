@@ -73,7 +73,7 @@ class TokenBatch:
     `explored`."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """float32 [N] further per-token values: `turn`, `turn_rewards`, `proximal`, `reference`, `values`, `advantages`; [N, K] where a
-    token has K of them: `teacher_ids` (int32) and `teacher_logprobs`."""
+    token has K of them: `teacher_ids` (int32) and `teacher_logprobs`, `routes` (int16)."""
 
     def __post_init__(self) -> None:
         n, b = self.tokens.numel(), self.prompt_lens.numel()

@@ -19,6 +19,7 @@ from nemo_rl_like.algorithms.value_losses import ValueLoss
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.order import DataPosition
+from nemo_rl_like.model.routes import ROUTES
 from nemo_rl_like.observe.timing import Timings
 from nemo_rl_like.policy.client import CRITIC, POLICY, Policy
 from nemo_rl_like.policy.gap import GapLimit
@@ -222,10 +223,7 @@ class StepServices:
         temperature = self.spec.sampling.temperature
         if not self.objective.on_policy:
             with self.timings.part("logprobs"):
-                values, metrics = self.models.policy.logprobs(
-                    batch, temperature, self.engine.gap_limit(), "proximal log-probs"
-                )
-                batch = self._attach(batch, "proximal", values)
+                batch, metrics = self._first_pass(batch)
         reference = self.models.reference if self.spec.algorithm.kl.coef else None
         for name, model in (("reference", reference), ("teacher", self.models.teacher)):
             if model is not None:
@@ -233,6 +231,15 @@ class StepServices:
                     values, _ = model.logprobs(batch, temperature, what=f"{name} log-probs")
                     batch = self._attach(batch, name, values)
         return batch, metrics
+
+    def _first_pass(self, batch: ray.ObjectRef) -> tuple[ray.ObjectRef, dict[str, float]]:
+        """The batch with proximal log-probs and, to be replayed, the experts of each token; the gap metrics."""
+        policy, temperature, what = self.models.policy, self.spec.sampling.temperature, "proximal log-probs"
+        if not policy.replays:
+            values, metrics = policy.logprobs(batch, temperature, self.engine.gap_limit(), what)
+            return self._attach(batch, "proximal", values), metrics
+        values, routes, metrics = policy.logprobs_and_routes(batch, temperature, self.engine.gap_limit(), what)
+        return self._attach(self._attach(batch, "proximal", values), ROUTES, routes), metrics
 
     def _attach(self, batch: ray.ObjectRef, name: str, values: ray.ObjectRef) -> ray.ObjectRef:
         return cast(ray.ObjectRef, self.workers.call(STEPS, "attach", batch, name, values, what=f"attaching {name}"))

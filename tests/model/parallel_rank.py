@@ -75,9 +75,9 @@ MORE_EXPERT_LAYOUTS = (
     LayoutSpec(cp=2, pp=2, ep=2),
 )
 FEW, EVERY = (*LAYOUTS, *EXPERT_LAYOUTS), (*LAYOUTS, *MORE_LAYOUTS, *EXPERT_LAYOUTS, *MORE_EXPERT_LAYOUTS)
-QUICK = ("llama", "qwen3", "phi3", "gemma2", "qwen3_moe")
+QUICK = ("llama", "qwen3", "phi3", "gemma2", "glm4_moe", "deepseek_v3")
 """Families that run in few layouts when not all do: one of each kind of layer and of packing."""
-BALANCED, ROUTER = "qwen3_moe", RouterSpec(balance_loss=0.3, z_loss=0.05)
+BALANCED, ROUTER = "glm4_moe", RouterSpec(balance_loss=0.3, z_loss=0.05)
 """A family that is run with its routers' losses too."""
 KINDS: tuple[Kind, ...] = ("padded", "packed", "shared_prefix")
 ALL_KINDS = "qwen3"
@@ -145,6 +145,8 @@ def fits(family: str, layout: LayoutSpec) -> bool:
     """Whether a family runs in this layout."""
     heads = 4 if family in tiny.OWN_KEYS else 2
     if heads % (layout.tp * layout.cp) or (layout.vpp > 1 and family not in tiny.DEEP):
+        return False
+    if family == "gpt_oss" and layout.expert_tp > 1:
         return False
     if family in tiny.MIXTURES:
         return layout.sp or layout.tp == 1
@@ -250,8 +252,9 @@ class _Rank:
         if parallel_state.get_tensor_model_parallel_rank() != 0 or not model.has_head:
             flat.zero_()
         dist.all_reduce(flat)
-        gradients = {name: p.main_grad for name, p in model.named_parameters()}
-        exported = {name: tensor for name, tensor in weight_map.iter_hf(model, gradients) if tensor is not None}
+        gradients = {name: p.main_grad for name, p in model.named_parameters() if p.requires_grad}
+        found = weight_map.trained.iter_hf(model, gradients)
+        exported = {name: tensor for name, tensor in found if tensor is not None}
         if self._rank == 0:
             self.tensors[f"{case}/logprobs"] = flat
             self.tensors.update({f"{case}/grad/{name}": tensor.clone() for name, tensor in exported.items()})
@@ -259,7 +262,8 @@ class _Rank:
     def _moments_return(self, case: str, model: MegatronModel, weight_map: WeightMap) -> bool:
         """Whether exported tensors, written and scattered again, are this rank's tensors bit for bit."""
         # Like moments, finished gradients are equal on all ranks that hold the same tensor.
-        moments = {name: p.main_grad * 2 for name, p in model.named_parameters()}
+        weight_map = weight_map.trained
+        moments = {name: p.main_grad * 2 for name, p in model.named_parameters() if p.requires_grad}
         folder = self._scratch / case
         write_weights(folder, weight_map.iter_hf(model, moments), 40_000)
         dist.barrier()

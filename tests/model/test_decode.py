@@ -86,7 +86,7 @@ def test_the_cache_grows_beyond_its_first_room(
     assert forced(load(folders["llama"]), list(PROMPTS), list(SAMPLES), continuations(6, 9), leave) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen2"])
 def test_a_window_leaves_prompts_and_a_rows_own_tokens_behind(
     one_rank: None, folders: dict[str, Path], family: str
 ) -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import (
     AutoConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -17,15 +21,19 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.model.activations import MicroBatchShape
 from nemo_rl_like.model.families import FAMILIES
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.lora import check_targets
+from nemo_rl_like.model.memory import Memory, Training
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec
-from nemo_rl_like.spec.policy import LayoutSpec
+from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec
 from tests.model import tiny
 
 CONFIGS = (
@@ -55,6 +63,57 @@ CONFIGS = (
         max_window_layers=1,
     ),
     NemotronConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2),
+    Glm4MoeConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=16,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+    ),
+    DeepseekV2Config(
+        hidden_size=64, num_attention_heads=4, num_experts_per_tok=2, q_lora_rank=None, n_group=1, topk_group=1
+    ),
+    DeepseekV3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        rope_interleave=False,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 4096,
+            "truncate": True,
+        },
+    ),
+    GptOssConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        num_local_experts=6,
+        swiglu_limit=5.0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    Qwen2MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, qkv_bias=False, norm_topk_prob=True),
     Phi3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, partial_rotary_factor=0.75),
     Qwen3MoeConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=6, num_experts_per_tok=2
@@ -67,6 +126,34 @@ ATTENTION_KEYS = (
     "final_logit_softcapping",
     "query_pre_attn_scalar",
 )
+ROUTER_KEYS = (
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "n_shared_experts",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "shared_expert_intermediate_size",
+    "swiglu_alpha",
+    "swiglu_limit",
+)
+LATENT_KEYS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "head_dim",
+    "rope_interleave",
+    "topk_method",
+)
+GLM = next(config for config in CONFIGS if config.model_type == "glm4_moe")
+GPT_OSS = next(config for config in CONFIGS if config.model_type == "gpt_oss")
+DEEPSEEK_V2, DEEPSEEK_V3 = (next(c for c in CONFIGS if c.model_type == f"deepseek_v{i}") for i in (2, 3))
 BASE = ModelConfig.from_hf_dict(CONFIGS[0].to_dict()).to_hf_dict()
 
 
@@ -82,16 +169,11 @@ def test_what_is_written_is_read_back_here_and_by_transformers(config: PreTraine
     assert theirs.rope_parameters == config.rope_parameters
     for name in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "eos_token_id"):
         assert getattr(theirs, name) == getattr(config, name), name
-    for name in (
-        *ATTENTION_KEYS,
-        "rms_norm_eps",
-        "norm_eps",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-    ):
+    latent = LATENT_KEYS if shape.latent is not None else ()
+    for name in (*ATTENTION_KEYS, *ROUTER_KEYS, *latent, "rms_norm_eps", "norm_eps"):
         assert getattr(theirs, name, None) == getattr(config, name, None), name
+    for name in ("attention_bias", "use_qk_norm", "qkv_bias"):
+        assert getattr(theirs, name, False) == getattr(config, name, False), name
 
 
 def test_the_older_keys_of_gemma_3_are_read_too() -> None:
@@ -118,7 +200,7 @@ def test_the_older_rope_theta_is_read_too() -> None:
     [
         (
             {"model_type": "bloom"},
-            "model_type is 'bloom'; supported are gemma2, gemma3_text, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen3",
+            "model_type is 'bloom'; supported are deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm4_moe, gpt_oss, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen2_moe, qwen3",
         ),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
@@ -185,6 +267,96 @@ def test_experts_that_are_not_supported_are_refused_by_name(change: dict[str, ob
 
 
 @pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid' is supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
+        ({"n_group": 3}, "n_group is 3, which does not divide the 16 experts into groups of 2 or more"),
+        ({"n_group": 16}, "n_group is 16"),
+        ({"topk_group": 1}, "topk_group is 1 of 4 groups, which have too few of the 16 experts for 8 a token"),
+        ({"topk_group": 5}, "topk_group is 5 of 4 groups"),
+        ({"first_k_dense_replace": 46}, "first_k_dense_replace is 46; expected less than the 46 layers"),
+    ],
+)
+def test_routers_that_are_not_supported_are_refused_by_name(change: dict[str, object], named: str) -> None:
+    raw = ModelConfig.from_hf_dict(GLM.to_dict()).to_hf_dict()
+    with pytest.raises(InputError) as caught:
+        ModelConfig.from_hf_dict({**raw, **change}, source="folder/config.json")
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob is true, which transformers ignores"),
+        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; supported are greedy and group_limited"),
+        (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7"),
+        (DEEPSEEK_V3, {"v_head_dim": 200}, "v_head_dim is 200, more than the 192 of queries and keys"),
+        (
+            DEEPSEEK_V3,
+            {"num_key_value_heads": 2},
+            "num_key_value_heads is 2; latent attention has keys and values for all",
+        ),
+        (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias is true"),
+        (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank is None"),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set; only unquantised"),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "dequantize=True` in its quantization config (Mxfp4",
+        ),
+        (GPT_OSS, {"attention_bias": False}, "attention_bias is false; every matrix of a gpt_oss model has a bias"),
+        (GPT_OSS, {"swiglu_limit": None}, "swiglu_limit is null"),
+        (GPT_OSS, {"rope_parameters": None, "rope_scaling": None}, "rope_type is absent"),
+    ],
+)
+def test_what_a_family_cannot_be_is_refused_by_name(
+    config: PreTrainedConfig, change: dict[str, object], named: str
+) -> None:
+    raw = ModelConfig.from_hf_dict(config.to_dict()).to_hf_dict()
+    with pytest.raises(InputError) as caught:
+        ModelConfig.from_hf_dict({**raw, **change}, source="folder/config.json")
+    assert named in str(caught.value)
+
+
+def test_what_latent_attention_and_sinks_lack_is_refused_by_name() -> None:
+    shape = ModelConfig.from_hf_dict(DEEPSEEK_V3.to_dict())
+    with pytest.raises(InputError, match=r"policy.lora is given, but a deepseek_v3 model has latent attention"):
+        check_targets(shape, LoraSpec())
+    with pytest.raises(InputError, match=r"policy.lora is given, but the projections of a gpt_oss model have biases"):
+        check_targets(ModelConfig.from_hf_dict(GPT_OSS.to_dict()), LoraSpec())
+    with pytest.raises(
+        InputError, match="the gpt_oss model has a sliding window, attention sinks, biases of every matrix"
+    ):
+        memory_of(GPT_OSS)
+    with pytest.raises(
+        InputError, match="the deepseek_v3 model has latent attention, an expert that every token passes"
+    ):
+        memory_of(DEEPSEEK_V3)
+
+
+def memory_of(config: PreTrainedConfig) -> Memory:
+    shape = ModelConfig.from_hf_dict(config.to_dict())
+    return Training(shape, "float32", MicroBatchShape.packed(64, 32)).memory(LayoutSpec(), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "named"),
+    [
+        ({"intermediate_size": 1001}, 2, r"intermediate_size \(1001\)"),
+        ({"moe_intermediate_size": 9, "n_shared_experts": 1}, 2, r"shared expert's width \(9\)"),
+    ],
+)
+def test_tensor_parallelism_must_divide_dense_layers_and_the_shared_expert(
+    change: dict[str, object], tp: int, named: str
+) -> None:
+    shape = ModelConfig.from_hf_dict({**GLM.to_dict(), **change})
+    with pytest.raises(InputError, match=named):
+        shape.check_layout(LayoutSpec(tp=tp, sp=True, etp=1))
+
+
+@pytest.mark.parametrize(
     ("layout", "named"),
     [
         (LayoutSpec(dp=4, ep=4), r"layout.ep is 4.*6 experts.*\[1, 2, 3, 6\]"),
@@ -195,6 +367,13 @@ def test_experts_that_are_not_supported_are_refused_by_name(change: dict[str, ob
 def test_a_layout_that_does_not_divide_the_experts_is_refused(layout: LayoutSpec, named: str) -> None:
     with pytest.raises(InputError, match=named):
         ModelConfig.from_hf_dict(CONFIGS[-1].to_dict()).check_layout(layout)
+
+
+def test_biases_of_experts_are_not_cut_by_tensor_parallelism() -> None:
+    shape = ModelConfig.from_hf_dict(GPT_OSS.to_dict())
+    shape.check_layout(LayoutSpec(tp=2, sp=True, etp=1))
+    with pytest.raises(InputError, match=r"layout.etp is 2 \(default: tp\).*biases.*set `etp: 1`"):
+        shape.check_layout(LayoutSpec(tp=2, sp=True))
 
 
 def test_a_token_passes_some_of_the_experts_and_the_router() -> None:

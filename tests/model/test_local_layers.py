@@ -17,7 +17,8 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import plan_microbatches
 from nemo_rl_like.model.local_activations import GeGlu, SquaredRelu, SwiGlu
-from nemo_rl_like.model.local_layers import _Linear, _SplitHeads
+from nemo_rl_like.model.local_layers import _SplitHeads
+from nemo_rl_like.model.local_linears import _Linear
 from nemo_rl_like.model.local_norms import _RmsNorm
 from nemo_rl_like.model.rope import rotary_frequencies
 from nemo_rl_like.spec.policy import LayoutSpec

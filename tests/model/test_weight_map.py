@@ -68,6 +68,29 @@ def test_keys_that_are_missing_or_have_no_place_are_listed(folders: dict[str, Pa
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_layers_that_predict_later_tokens_are_left_out_where_the_family_has_them(folders: dict[str, Path]) -> None:
+    behind = {"model.layers.3.eh_proj.weight": torch.zeros(1), "model.layers.3.mlp.gate.weight": torch.zeros(1)}
+    build(folders["glm4_moe"], Changed(folders["glm4_moe"], behind))
+    for folder, name in (("glm4_moe", "model.layers.2.eh_proj.weight"), ("llama", "model.layers.3.eh_proj.weight")):
+        with pytest.raises(InputError, match=f"without a place: \\['{name}'\\]"):
+            build(folders[folder], Changed(folders[folder], {name: torch.zeros(1)}))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_bias_of_a_router_is_float32_in_a_model_of_any_type(folders: dict[str, Path]) -> None:
+    config, reader = ModelConfig.from_hf_folder(folders["glm4_moe"]), SafetensorsReader(folders["glm4_moe"])
+    model = build_model(config, LayoutSpec(), torch.bfloat16, weights=reader)
+    found = {name: tensor for name, tensor in WeightMap(config).iter_hf(model) if tensor is not None}
+    shares = {n: t for share in WeightMap(config).iter_shares(model) for n, t in share.tensors()}
+    biases = [name for name in found if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2  # the first layer is dense
+    for name in found:
+        exact = name in biases
+        assert found[name].dtype is shares[name].dtype is (torch.float32 if exact else torch.bfloat16), name
+    assert all(torch.equal(found[name], reader.get(name)) for name in biases)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_wrong_shape_names_file_key_and_both_shapes(folders: dict[str, Path]) -> None:
     reader = Changed(folders["llama"], {"model.norm.weight": torch.zeros(7)})
     with pytest.raises(InputError, match=r"weights-file: tensor model.norm.weight has shape \[7\].*asks for \[64\]"):

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -26,6 +34,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -38,12 +48,14 @@ from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 VOCAB = 131
 """Odd, so that two tensor-parallel ranks need padding."""
 DENSE = ("gemma2", "gemma3_text", "llama", "llama_tied", "mistral", "nemotron", "phi3", "qwen2", "qwen3")
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families with experts."""
+SIGMOID = ("deepseek_v3", "glm4_moe")
+"""Those whose routers score each expert by itself."""
 FAMILIES = (*DENSE, *MIXTURES)
 FROM_ONE = ("gemma2", "gemma3_text", "nemotron")
 """Families whose norms multiply by 1 + weight."""
-OWN_KEYS = ("mistral", "qwen3_moe")
+OWN_KEYS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mistral", "qwen3_moe")
 """Families with a key and value head for each of the four query heads, the others have two."""
 DEEP = ("llama_tied", "qwen3_moe")
 """Families with four layers, which two interleaved stages on each of two ranks share; the others have three."""
@@ -59,6 +71,27 @@ _SHAPE = {
     "rope_theta": 5000.0,
 }
 _OWN_KEYS = {"num_key_value_heads": 4}
+_SHARED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+_GLM4_MOE = {**_SHARED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}
+_YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.6},
+}
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
@@ -87,6 +120,20 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     elif family == "mixtral":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
         model = MixtralForCausalLM(MixtralConfig(**_SHAPE, head_dim=16, **experts))
+    elif family == "deepseek_v2":
+        choice = {"topk_method": "group_limited_greedy", "q_lora_rank": None, "v_head_dim": 12}
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**{**_SHAPE, **_OWN_KEYS, **_SHARED, **_LATENT, **choice}))
+    elif family == "deepseek_v3":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**_SHAPE, **_OWN_KEYS, **_SHARED, **_LATENT}))
+    elif family == "glm4_moe":
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**_SHAPE, **_OWN_KEYS}, **_GLM4_MOE))
+    elif family == "gpt_oss":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_alpha": 1.5, "swiglu_limit": 0.5}
+        windows = {"sliding_window": 5, "rope_parameters": {**_YARN, "truncate": False}}
+        model = GptOssForCausalLM(GptOssConfig(**_SHAPE, head_dim=16, **experts, **windows))
+    elif family == "qwen2_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False}
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SHAPE, **experts, shared_expert_intermediate_size=40))
     elif family == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False}
         shape = {**_SHAPE, **_OWN_KEYS, "num_hidden_layers": 4}
@@ -99,6 +146,9 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(0.0 if family in FROM_ONE else 1.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     return model
 
 
@@ -183,12 +233,14 @@ def reference(
 ) -> Reference:
     """Log-probs and gradients of one padded-free row after another in transformers; with `router`, of its losses too."""
     model = hugging_face(folder, dtype).train()
+    routed = watched_routers(model)
     parts, entropies, log_norms = [], [], []
     of_routers = torch.zeros((), dtype=dtype)
     mask = batch.loss_mask
     for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
         row = batch.tokens[start:stop]
-        out = model(input_ids=row[None], **({} if router is None else {"output_router_logits": True}))
+        routed.clear()
+        out = model(input_ids=row[None])
         logits = out.logits[0, :-1] / temperature
         log_softmax = logits.log_softmax(-1)
         nothing = log_softmax.new_zeros(1)
@@ -197,9 +249,9 @@ def reference(
         log_norms.append(torch.cat([nothing, logits.logsumexp(-1)]))
         scored = mask[start:stop].nonzero().flatten()
         if router is not None and len(scored):
-            k = model.config.num_experts_per_tok
-            for layer in out.router_logits:
-                of_routers = of_routers + router_loss(layer[: int(scored[-1])], k, router) / batch.rows
+            used = int(scored[-1])
+            for layer, chosen in routed:
+                of_routers = of_routers + router_loss(layer[:used], chosen[:used], folder.name, router) / batch.rows
     flat = torch.cat(parts)
     total = loss_of(
         flat[mask], torch.cat(entropies)[mask], torch.cat(log_norms)[mask], token_weights(batch).to(dtype)[mask]
@@ -209,23 +261,33 @@ def reference(
     return Reference(torch.where(mask, flat, 0.0).detach(), as_on_disk(gradients, model.config.model_type))
 
 
-def router_loss(logits: Tensor, k: int, router: RouterSpec) -> Tensor:
-    """The losses of one row and layer from logits [T, E], expert by expert and token by token."""
-    tokens, experts = logits.shape
+def watched_routers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
+    """A list to which each of the model's routers will add its logits [T, E] and the experts chosen [T, k]."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _, inputs, out: found.append((out[0], out[2])))
+    return found
+
+
+def router_loss(logits: Tensor, chosen: Tensor, family: str, router: RouterSpec) -> Tensor:
+    """The losses of one row and layer from logits [T, E] and chosen experts [T, k], expert by expert and token by token."""
+    (tokens, experts), k = logits.shape, chosen.shape[1]
     total = logits.new_zeros(())
+    scores = logits.sigmoid() if family in SIGMOID else logits.exp()
     for e in range(experts):
-        chose = sum(1 for t in range(tokens) if e in logits[t].topk(k).indices.tolist())
-        mean = sum((logits[t].exp() / logits[t].exp().sum())[e] for t in range(tokens)) / tokens
+        chose = sum(1 for t in range(tokens) if e in chosen[t].tolist())
+        mean = sum((scores[t] / scores[t].sum())[e] for t in range(tokens)) / tokens
         total = total + router.balance_loss * experts * chose / (k * tokens) * mean
     return total + router.z_loss * sum(logits[t].exp().sum().log() ** 2 for t in range(tokens)) / tokens
 
 
 def as_on_disk(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
     """Tensors under the names of files: transformers holds all experts of a layer as one tensor."""
-    if model_type not in MIXTURES:
+    if model_type not in MIXTURES or model_type == "gpt_oss":
         return tensors
-    block = "mlp" if model_type == "qwen3_moe" else "block_sparse_moe"
-    gate, up, down = ("gate_proj", "up_proj", "down_proj") if model_type == "qwen3_moe" else ("w1", "w3", "w2")
+    block = "block_sparse_moe" if model_type == "mixtral" else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".mlp.experts." not in name:

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(400)
 OBJECTIVE = PolicyGradient(AlgorithmSpec())
 OPTIMIZER = AdamWOptimizer(lr=1e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
 """An epsilon above the gradients' rounding: Adam would blow up the noise of an expert that few tokens chose."""
-ROUTER = RouterSpec(balance_loss=0.2, z_loss=0.05)
+ROUTER = RouterSpec(balance_loss=0.2, z_loss=0.05, bias_update_rate=0.01)
+BIAS = "e_score_correction_bias"
 LAYOUTS = {
     "dp2": LayoutSpec(dp=2),
     "dp2_ep2": LayoutSpec(dp=2, ep=2),
@@ -34,6 +35,8 @@ LAYOUTS = {
     "cp2": LayoutSpec(cp=2),
     "cp2_ep2": LayoutSpec(cp=2, ep=2),
 }
+ROWS = ("packed", "padded")
+"""Kinds of rows that one rank is run with beside shared prefixes."""
 STEPS = 2
 
 
@@ -48,7 +51,7 @@ def make_batch() -> TokenBatch:
 
 
 def steps(rank: int, world: int, port: int, folder: Path, scratch: Path, layouts: dict[str, LayoutSpec]) -> Any:
-    """For each layout: two steps, a checkpoint, and two steps from the first layout's checkpoint."""
+    """For each layout, or kind of rows on one rank: two steps, a checkpoint, and two steps from the first one's checkpoint."""
     return {
         name: _steps(rank, world, port, folder, scratch, name, layout, "one" if world > 1 else name)
         for name, layout in layouts.items()
@@ -59,7 +62,10 @@ def _steps(
     rank: int, world: int, port: int, folder: Path, scratch: Path, name: str, layout: LayoutSpec, resumed: str
 ) -> dict[str, Any]:
     context = context_of(layout, rank, world, port)
-    policy = PolicySpec(layout=layout, router=ROUTER, micro_batch_tokens=16, recompute=RecomputeSpec(layers=2))
+    rows = name if name in ROWS else "shared_prefix"
+    policy = PolicySpec(
+        layout=layout, router=ROUTER, micro_batch_tokens=16, recompute=RecomputeSpec(layers=2), rows=rows
+    )
 
     def started() -> PolicyRank:
         member = PolicyRank(context, folder=str(folder), policy=policy, dtype="float32")
@@ -73,12 +79,14 @@ def _steps(
         return {key: value.clone() for key, value in member.backend.store.weights() if value is not None}
 
     member = started()
-    metrics = run(member)
+    first = member.train_step(make_batch(), None, OBJECTIVE)
+    biases = {key: value for key, value in weights(member).items() if key.endswith(BIAS)}
+    metrics = [first, *(member.train_step(make_batch(), None, OBJECTIVE) for _ in range(STEPS - 1))]
     after = weights(member)
     save_checkpoint(member, scratch / name, STEPS)
     again = started()
     again.load(str(scratch / resumed / f"step_{STEPS}"), STEPS)
-    return {"metrics": metrics, "weights": after, "more": run(again), "more_weights": weights(again)}
+    return {"metrics": metrics, "biases": biases, "weights": after, "more": run(again), "more_weights": weights(again)}
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +94,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one rank and two ranks did."""
     scratch = tmp_path_factory.mktemp("experts")
     folder = scratch / "model"
-    tiny.make_model("qwen3_moe").save_pretrained(folder)
-    one = run_ranks(steps, 1, tmp_path_factory.mktemp("one"), folder, scratch, {"one": LayoutSpec()})
+    tiny.make_model("deepseek_v3").save_pretrained(folder)
+    alone = dict.fromkeys(("one", *ROWS), LayoutSpec())
+    one = run_ranks(steps, 1, tmp_path_factory.mktemp("one"), folder, scratch, alone)
     two = run_ranks(steps, 2, tmp_path_factory.mktemp("two"), folder, scratch, LAYOUTS)
     back = run_ranks(again, 1, tmp_path_factory.mktemp("back"), folder, scratch, list(LAYOUTS))
-    return {**one, **two, "back": back}
+    return {**one, **two, "back": back, "folder": folder}
 
 
 def again(rank: int, world: int, port: int, folder: Path, scratch: Path, names: list[str]) -> dict[str, Any]:
@@ -100,7 +109,7 @@ def again(rank: int, world: int, port: int, folder: Path, scratch: Path, names: 
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *ROWS])
 def test_steps_are_those_of_one_rank(found: dict[str, Any], layout: str) -> None:
     _same_metrics(found[layout]["metrics"], found["one"]["metrics"])
     _same_weights(found[layout]["weights"], found["one"]["weights"])
@@ -121,6 +130,26 @@ def test_the_losses_of_routers_act(found: dict[str, Any]) -> None:
     first, second = found["one"]["metrics"]
     assert all(name in first for name in ROUTER_METRICS)
     assert second["experts/balance_loss"] < first["experts/balance_loss"]
+
+
+def test_biases_move_towards_an_even_load_of_the_whole_step(found: dict[str, Any]) -> None:
+    model = tiny.hugging_face(found["folder"], torch.float64)
+    routed, batch = tiny.watched_routers(model), make_batch()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)}
+    counts = torch.zeros(len(before), model.config.n_routed_experts)
+    for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        scored = batch.loss_mask[start:stop].nonzero().flatten()
+        if not len(scored):
+            continue
+        routed.clear()
+        model(input_ids=batch.tokens[start : start + int(scored[-1])][None])
+        for layer, (_, chosen) in enumerate(routed):
+            counts[layer] += torch.bincount(chosen.flatten(), minlength=counts.shape[1])
+    assert found["one"]["biases"].keys() == before.keys()
+    for load, (name, bias) in zip(counts, before.items(), strict=True):
+        moved = bias.float() + ROUTER.bias_update_rate * (load.mean() - load).sign()
+        assert (found["one"]["biases"][name] - moved).abs().max() <= 1e-7
+        assert found["one"]["biases"][name].dtype is torch.float32
 
 
 def _same_metrics(got: list[dict[str, float]], want: list[dict[str, float]]) -> None:

@@ -163,6 +163,22 @@ def test_a_damaged_model_folder_is_refused(
         (("policy.router.z_loss=0.1",), ("`policy.router` has losses", "no experts")),
         (("policy.layout.vpp=2",), ("`vpp` gives", "`pp` is 1")),
         (("policy.layout={pp: 2, vpp: 2}", "cluster.devices=2"), ("layout.vpp is 2", "2 layers", "use vpp in [1]")),
+        (
+            (*EXPERTS, "policy.router.bias_update_rate=0.001"),
+            ("`policy.router.bias_update_rate` is 0.001", "qwen3_moe model's experts have no bias", "balance_loss"),
+        ),
+        (
+            (*EXPERTS, "policy.router.bias_update_rate=0.001", "policy.lora={targets: [q_proj]}"),
+            ("`router.bias_update_rate` moves biases of the base model", "`lora`", "leave one of the two out"),
+        ),
+        (
+            (*EXPERTS, "policy.router.replay=first_pass", "stages.0.updates_per_batch=1"),
+            (
+                "`policy.router.replay` is first_pass",
+                "one update a step without a log-prob pass",
+                "recompute_proximal: always",
+            ),
+        ),
         (("policy.recompute={kind: selective, layers: 2}",), ("`layers` goes with `kind: full`",)),
         (("model.init.family=mixtral",), ("needs `experts`",)),
         (("model.init.experts=4",), ("has no `experts`",)),

@@ -8,20 +8,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nemo_rl_like.model.families import (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
+    glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
     nemotron,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
 )
 from nemo_rl_like.model.families.family import ExpertNames, Family, Windows
 
-_MODULES = (gemma2, gemma3_text, llama, mistral, mixtral, nemotron, phi3, qwen2, qwen3, qwen3_moe)
+_MODULES = (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3_text,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    nemotron,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By `model_type`."""
 

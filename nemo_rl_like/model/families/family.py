@@ -8,6 +8,8 @@ from typing import Literal
 
 Norm = Literal["rms", "rms_1p", "layer_1p"]
 """RMSNorm; with weights that count from one; LayerNorm with a bias and weights that count from one."""
+Score = Literal["softmax", "sigmoid"]
+"""A router's: over all experts, or of each by itself."""
 Activation = Literal["silu", "gelu_tanh", "relu2"]
 """Of feed-forward layers; `relu2` is the square of ReLU."""
 
@@ -26,6 +28,37 @@ class ExpertNames:
     """An expert's gate, up and down projection."""
     normalize: str | None = None
     """Key that says whether the chosen experts' weights are made to sum to 1; None: they always are."""
+    normalize_default: bool = False
+    """What it says where it is absent."""
+    may_normalize: bool = True
+    """False: it must say no, since transformers ignores it."""
+    score: Score = "softmax"
+    """What the router's logits become."""
+    bias: bool = False
+    """A bias of each expert counts in the choice, not in the weights (`e_score_correction_bias`); the optimizer leaves it alone."""
+    scale: str | None = None
+    """Key of a factor of the weights."""
+    groups: bool = False
+    """A token may be sent to the experts of its best `topk_group` of `n_group` groups only."""
+    method: str | None = None
+    """Key that says whether there are groups, `group_limited_greedy`, or not, `greedy`, which is the default; None: `groups` says so."""
+    group_best: int = 2
+    """A group is as good as the sum of so many of its best experts."""
+    router: str = "gate"
+    """Module of `block` that holds the router."""
+    stacked: bool = False
+    """A file has one tensor of each kind for all experts of a layer: `gate_up_proj` [E, H, 2 width], whose columns alternate, and `down_proj`
+    [E, width, H], with biases. Their activation is the clamped SwiGLU."""
+    shared: str | None = None
+    """Module of an expert that every token passes; None: there is none."""
+    shared_count: str | None = None
+    """Key of how many experts wide it is."""
+    shared_width: str | None = None
+    """Key of its width, where that is given in channels."""
+    shared_gate: str | None = None
+    """Module of its gate, a sigmoid of one number a token; None: it has none."""
+    first_dense: str | None = None
+    """Key of the number of first layers that are dense, `intermediate_size` wide; None: all have experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +86,17 @@ class Family:
     classifier: str | None = None
     """Its class that ends in one number a token, where the name is not `architecture`'s with another end."""
     qkv_bias: bool = False
-    """The query, key and value projections have a bias."""
+    """The query, key and value projections have a bias, unless the config.json says otherwise under `qkv_bias_key`."""
+    qkv_bias_key: str | None = None
+    """Key that says so; None: it is the family's."""
     qk_norm: bool = False
-    """Queries and keys pass an RMSNorm of their own."""
+    """Queries and keys pass an RMSNorm of their own, unless the config.json says otherwise under `qk_norm_key`."""
+    qk_norm_key: str | None = None
+    """Key that says so; None: it is the family's."""
+    latent: bool = False
+    """Keys and values of all heads are made from one narrow vector of a token (multi-head latent attention)."""
+    interleave_key: str | None = None
+    """With `latent`: key that says whether positions turn neighbouring channels; None: they do."""
     window_counts: bool = True
     """A `sliding_window` in the config.json of a family without `windows` means one; False: only with `use_sliding_window: true`."""
     windows: Windows | None = None
@@ -78,6 +119,12 @@ class Family:
     """Of the feed-forward layer."""
     activation_key: str = "hidden_act"
     """Key of its name."""
+    biases: bool = False
+    """Every matrix but the embeddings has a bias: of attention, of routers and of experts."""
+    sinks: bool = False
+    """Each head has a score of its own beside those of keys, which takes a share of the softmax (GPT-OSS)."""
+    stretched: bool = False
+    """A config.json must say how positions are stretched: transformers would stretch them otherwise in a way of its own."""
     gated: bool = True
     """The feed-forward layer multiplies two projections, one of them activated; False: it activates its only one."""
     scaled_embeddings: bool = False
@@ -100,6 +147,8 @@ class Family:
     """What it is in a config.json that does not say."""
     experts: ExpertNames | None = None
     """Names of the experts; None: a dense model."""
+    further_layers: bool = False
+    """Files may hold layers behind the last one that predict later tokens; they are left out, as transformers does (DeepSeek-V3, GLM-4.5)."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Further keys of a config.json that this package writes."""
 
