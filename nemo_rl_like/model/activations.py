@@ -119,9 +119,8 @@ class Activations:
         """Queries, keys and values as attention's checkpoint saves them, and its output, which linear_proj saves."""
         q, k = self._queries, self._keys
         copied = self._keys > self.config.head_dim  # with one group of heads, queries are a view
-        if (
-            self.config.traits.qk_norm
-        ):  # the norms' inputs and scales; rotated queries and keys are tensors of their own
+        if self.config.traits.qk_norm:
+            # The norms' inputs and scales; rotated queries and keys are tensors of their own.
             norms = (q + 2 * k + q * copied) * self.itemsize + FLOAT32 * (q + k) // self.config.head_dim
             return self._tokens * (norms + (2 * q + k) * self.itemsize)
         # Keys are a view of one tensor with the queries (_SplitHeads) or, on Transformer Engine, with queries and values.
