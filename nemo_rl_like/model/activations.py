@@ -17,6 +17,9 @@ Layers = Literal["local", "transformer_engine"]
 FLOAT32, INT64 = 4, 8
 """Bytes of an element."""
 
+GENERATORS = 2 * 5056
+"""Bytes of random states that Megatron keeps of a part that is computed again: torch's and its own; on a GPU they are a few, or the host's."""
+
 KEPT_EXPONENTIALS = 1 << 29
 """Exponentials that the output head may keep for its backward, in bytes; those of one chunk are kept at any size."""
 
@@ -84,8 +87,7 @@ class Activations:
     def kept(self, stage: int) -> int:
         """What one micro-batch holds on a stage between its forward and its backward, without the head's chunks."""
         whole, again = self._layers(stage)
-        # A layer that is computed again keeps its input.
-        held = self._inputs() + self._rotary() + whole * self.layer() + again * self._residual
+        held = self._inputs() + self._rotary() + whole * self.layer() + again * (self._residual + self._generators(1))
         if stage < self.layout.pp - 1:
             return held + self._residual  # the output sent to the next stage stays in the schedule's list
         final_norm = self._residual + FLOAT32 * self._part  # _RmsNorm: x, scale
@@ -93,7 +95,11 @@ class Activations:
 
     def layer(self) -> int:
         """What one layer keeps, without what is inside modules that are computed again."""
-        return self._whole_layer() - self._again_in_attention() - self._again_in_feed_forward()
+        inside = (self._again_in_attention(), self._again_in_feed_forward())
+        return self._whole_layer() - sum(inside) + self._generators(sum(part > 0 for part in inside))
+
+    def _generators(self, parts: int) -> int:
+        return GENERATORS * parts * (self.layers == "local")
 
     def _whole_layer(self) -> int:
         return 2 * self._norm() + self.attention() + self.feed_forward()
