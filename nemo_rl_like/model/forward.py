@@ -32,7 +32,7 @@ from nemo_rl_like.model.mcore import (
     parallel_state,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
-from nemo_rl_like.model.router import LayerChoice, RouterWatch, RowRouter
+from nemo_rl_like.model.router import RouterWatch, RowRouter
 from nemo_rl_like.model.row_places import RowPlaces
 
 LayerSpecs: TypeAlias = ModuleSpec | TransformerBlockSubmodules
@@ -176,7 +176,6 @@ class PipelineStage(GPTModel):
         for layer in self.decoder.layers:
             router: RowRouter = layer.mlp.router
             router.watch, router.layer = watch, layer.layer_number - 1
-            router.router_replay = LayerChoice(watch, router.layer)
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
             layer.mlp.experts.register_forward_pre_hook(partial(_forget_weights, layer.mlp.token_dispatcher))
 

@@ -335,12 +335,9 @@ class _Planner:
         on_prompt = [min(self._prompt[row], length) for row, length in zip(rows, lengths, strict=True)]
         rest = [length - before for length, before in zip(lengths, on_prompt, strict=True)]
         index = torch.arange(len(rows))
-        starts = [self._start[row] for row in rows]
-        after = [start + before for start, before in zip(starts, on_prompt, strict=True)]
         return RowPlaces(
             torch.cat([_ranges(prompt_places.tolist(), on_prompt), _ranges(rest_places.tolist(), rest)]),
             torch.cat([torch.repeat_interleave(index, torch.tensor(part)) for part in (on_prompt, rest)]),
-            torch.cat([_ranges(starts, on_prompt), _ranges(after, rest)]),
             torch.tensor(lengths),
         )
 

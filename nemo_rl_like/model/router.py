@@ -1,4 +1,4 @@
-"""The router of experts: Megatron's choice, balanced by losses of each row, counted, and if need be chosen as before.
+"""The router of experts: Megatron's choice, balanced by losses of each row, and counted.
 
 Both losses are means over the rows of a step, so they do not depend on how rows share passes and ranks. With s the softmax of a token's
 router logits over the E experts, k the experts that a token passes, and T the tokens of a row:
@@ -12,9 +12,9 @@ Each layer adds its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from nemo_rl_like.model.mcore import TopKRouter, TransformerConfig, parallel_sta
 from nemo_rl_like.model.row_places import RowPairs, RowPlaces
 from nemo_rl_like.spec.policy import RouterSpec
 
-Choice: TypeAlias = tuple[Tensor, Tensor]
 ROUTER_METRICS = ("experts/max_load", "experts/min_load", "experts/balance_loss")
 """Largest and smallest share of a layer's choices that fell on one expert, over all layers, times the number of experts (1: all alike); and
 the balance loss, without its coefficient, as the mean over layers."""
@@ -46,26 +45,11 @@ class RowRouter(TopKRouter):
         return weights, chosen
 
 
-class LayerChoice:
-    """What Megatron asks in the place of the k best experts of a layer's tokens."""
-
-    def __init__(self, watch: RouterWatch, layer: int) -> None:
-        self._watch, self._layer = watch, layer
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, groups: int | None, group_topk: int | None, best: Callable[..., Choice]
-    ) -> Choice:
-        """Scores [n, E] -> those of the chosen experts, and the experts, [n, k] both; `best` chooses by the scores."""
-        return self._watch.choice(self._layer, scores, best(scores, topk, groups, group_topk))
-
-
 class RouterWatch:
-    """What the routers of one rank share: the rows of the pass, what the losses weigh, what each expert got, and choices that are held."""
+    """What the routers of one rank share: the rows of the pass, what the losses weigh, and what each expert got."""
 
     rows: RowPairs | None = None
     """Of the pass that the next router belongs to."""
-    _held: Tensor | None = None
-    _replays = False
 
     def __init__(self, config: TransformerConfig) -> None:
         self._config = config
@@ -84,34 +68,6 @@ class RouterWatch:
         finally:
             self.rows = None
 
-    def no_choices(self, tokens: int, device: torch.device) -> Tensor:
-        """int16 [tokens, layers, k] for `choices`, in which nothing is known: -1."""
-        shape = (tokens, self._config.num_layers, self._config.moe_router_topk)
-        return torch.full(shape, -1, dtype=torch.int16, device=device)
-
-    @contextmanager
-    def choices(self, held: Tensor, *, replay: bool) -> Iterator[None]:
-        """Inside the block routers write the experts that each token of the flat batch chose into `held`; or, with `replay`, choose those in it
-        where they are known."""
-        self._held, self._replays = held, replay
-        try:
-            yield
-        finally:
-            self._held, self.rows = None, None
-
-    def choice(self, layer: int, scores: Tensor, chosen: Choice) -> Choice:
-        """What a layer chooses: what it would by itself, unless other experts are held for its tokens."""
-        held, rows, experts = self._held, self.rows, chosen[1]
-        if held is None or rows is None:
-            return chosen
-        if not self._replays:
-            held[rows.sources, layer] = experts[rows.tokens].to(held.dtype)
-            return chosen
-        wanted = held[rows.sources, layer].long()
-        known = wanted[:, 0] >= 0
-        experts = experts.index_copy(0, rows.tokens[known], wanted[known])
-        return scores.gather(1, experts), experts
-
     def pairs(
         self, row_places: RowPlaces | None, shape: torch.Size, padded: int, context: ContextRanks | None
     ) -> RowPairs | None:
@@ -129,7 +85,7 @@ class RouterWatch:
         rows = self.rows
         if rows is None or not torch.is_grad_enabled():
             return weights
-        with torch.set_grad_enabled(self._losses.balance_loss > 0 or self._losses.z_loss > 0):
+        with torch.set_grad_enabled(self._losses != RouterSpec()):
             loss = self._loss(layer, rows, logits.float(), chosen)
         if not loss.requires_grad:
             return weights
@@ -158,15 +114,6 @@ class RouterWatch:
         load = found[:-1].view_as(self._chosen)
         share = load * load.shape[1] / load.sum(1, keepdim=True).clamp(min=1.0)
         return torch.stack([share.max(), share.min(), found[-1] / load.shape[0]])
-
-
-def over_ranks(choices: Tensor) -> Tensor:
-    """int16 [tokens, layers * k] on the CPU: what all ranks hold, which have different tokens and layers. Collective."""
-    for layer in range(choices.shape[1]):
-        part = choices[:, layer].int()
-        dist.all_reduce(part, op=dist.ReduceOp.MAX)
-        choices[:, layer] = part.to(choices.dtype)
-    return choices.flatten(1).cpu()
 
 
 class _WithLoss(torch.autograd.Function):

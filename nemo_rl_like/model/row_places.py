@@ -1,4 +1,4 @@
-"""Which tokens of a pass belong to which of its rows, for losses that are means over rows, and for what is known of tokens."""
+"""Which tokens of a pass belong to which of its rows, for losses that are means over rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ class RowPlaces:
     """int64 [K] flat place (of b * s, row-major) of the token."""
     rows: Tensor
     """int64 [K] row, counted within the pass."""
-    sources: Tensor
-    """int64 [K] place of the token in the flat batch."""
     lengths: Tensor
     """int64 [R] tokens of each row."""
 
     def to(self, device: torch.device) -> RowPlaces:
         """The same pairs on `device`."""
-        return RowPlaces(*(x.to(device) for x in (self.places, self.rows, self.sources, self.lengths)))
+        return RowPlaces(self.places.to(device), self.rows.to(device), self.lengths.to(device))
 
     def on_rank(self, shape: torch.Size, padded: int, parts: int, part: int) -> RowPairs:
         """The pairs whose token is on a rank that has part `part` of `parts` of the sequence; tokens there lie [s / parts, b].
@@ -35,8 +33,7 @@ class RowPlaces:
         column = self.places % length - own * part
         mine = (column >= 0) & (column < own)
         tokens = column * rows + self.places // length
-        lengths = self.lengths[:, None].float()
-        return RowPairs(tokens[mine], self.rows[mine], self.sources[mine], lengths, in_parts=parts > 1)
+        return RowPairs(tokens[mine], self.rows[mine], self.lengths[:, None].float(), in_parts=parts > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,6 @@ class RowPairs:
     """int64 [K] token of this rank."""
     rows: Tensor
     """int64 [K]"""
-    sources: Tensor
-    """int64 [K] place of the token in the flat batch."""
     lengths: Tensor
     """float32 [R, 1] tokens of each row over all ranks."""
     in_parts: bool

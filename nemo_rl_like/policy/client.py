@@ -135,13 +135,6 @@ class Policy:
         got = self.group.call(self.service, "logprobs", batch, temperature, gap, what=what)
         return cast(tuple[ray.ObjectRef, dict[str, float]], got)
 
-    def logprobs_and_experts(
-        self, batch: ray.ObjectRef, temperature: float, gap: GapLimit | None = None, what: str = "log-probs"
-    ) -> tuple[ray.ObjectRef, ray.ObjectRef, dict[str, float]]:
-        """As `logprobs`, and a reference to the experts that each token passed; see `PolicyRank.logprobs_and_experts`."""
-        got = self.group.call(self.service, "logprobs_and_experts", batch, temperature, gap, what=what)
-        return cast(tuple[ray.ObjectRef, ray.ObjectRef, dict[str, float]], got)
-
     def values(self, batch: ray.ObjectRef, what: str = "values") -> ray.ObjectRef:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens."""
         return cast(ray.ObjectRef, self.group.call(self.service, "values", batch, what=what))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import ray
 import torch
@@ -22,7 +21,7 @@ from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.layouts import MicroBatch, plan_microbatches
-from nemo_rl_like.model.router import ROUTER_METRICS, over_ranks
+from nemo_rl_like.model.router import ROUTER_METRICS
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
 from nemo_rl_like.policy.gap import GAP_METRICS, RATIO_METRICS, GapExceeded, GapLimit, ratio_quantiles, rollout_gap
@@ -34,7 +33,7 @@ from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import ShardFile
-from nemo_rl_like.tokens.batch import EXPERTS, TokenBatch
+from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,6 @@ class PolicyRank:
         timeout_s: float = 600.0,
     ) -> None:
         self._spec = policy
-        self._replays = policy.router.replay == "first_pass" and not score_head
         request = ModelRequest(
             Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, timeout_s
         )
@@ -110,8 +108,7 @@ class PolicyRank:
         names, further = objective.metric_names, []
         if auxiliary is not None:
             names, further = (*names, *auxiliary[1].metric_names), [self._add_gradients(*auxiliary)]
-        experts: Literal["replayed", "chosen"] = "replayed" if self._replays and EXPERTS in part.extras else "chosen"
-        walked = self._walk(part, stats.live_rows, Walk(temperature, objective, stats, experts=experts), training=True)
+        walked = self._walk(part, stats.live_rows, Walk(temperature, objective, stats), training=True)
         if "proximal" in part.extras:
             mask = part.loss_mask & stats.live_rows[part.row_of_token]
             names, further = (
@@ -151,19 +148,6 @@ class PolicyRank:
         walked = self._walk(batch, rows, Walk(temperature), training=False)
         metrics = self._report(batch, rows, walked, (), gap)
         return ray.put(walked.logprobs.cpu()), metrics
-
-    def logprobs_and_experts(
-        self, batch: TokenBatch, temperature: float, gap: GapLimit | None = None
-    ) -> tuple[ray.ObjectRef, ray.ObjectRef | None, dict[str, float]]:
-        """As `logprobs`; on rank 0 also a reference to the experts that each token passed, int16 [N, layers * k], -1 where it passed none.
-
-        `train_step` on a batch with those as its extra `experts` chooses them again.
-        """
-        rows = batch.trained_per_row > 0
-        walked = self._walk(batch, rows, Walk(temperature, experts="recorded"), training=False)
-        metrics = self._report(batch, rows, walked, (), gap)
-        found = ray.put(walked.experts) if dist.get_rank() == 0 else None
-        return ray.put(walked.logprobs.cpu()), found, metrics
 
     def values(self, batch: TokenBatch) -> ray.ObjectRef:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens; 0 elsewhere."""
@@ -206,7 +190,7 @@ class PolicyRank:
             token_budget=self._spec.micro_batch_tokens,
             together=walk.together(batch),
             pair_cost=self.backend.pair_cost,
-            with_row_places=self._balances(walk, training) or walk.experts != "chosen",
+            with_row_places=self._balances(walk, training),
         )
         names = walk.objective.metric_names if walk.objective is not None else ()
         device = runtime.device()
@@ -233,24 +217,11 @@ class PolicyRank:
             sums.add_(torch.stack([part.metrics[name].float() for name in names]))
             return part.loss * walk.scale
 
-        with self._balanced(rows, walk, training), self._routed(batch, walk) as chosen:
+        with self._balanced(rows, walk, training):
             self.backend.run(passes, score, training=training, finalize=walk.finalize)
         whole = self.backend.share(torch.cat([flat, entropy, sums]))
         logprobs, entropy, sums = whole.split([flat.numel(), entropy.numel(), sums.numel()])
-        return Walked(logprobs, entropy, sums, passes.metrics, None if chosen is None else over_ranks(chosen))
-
-    @contextmanager
-    def _routed(self, batch: TokenBatch, walk: Walk) -> Iterator[Tensor | None]:
-        """Inside the block tokens come to their experts as the walk says; yields what is recorded, of this rank's tokens and layers."""
-        watch = self.backend.watch
-        if watch is None or walk.experts == "chosen":
-            yield None
-            return
-        held = watch.no_choices(batch.tokens.numel(), runtime.device())
-        if walk.experts == "replayed":
-            held.copy_(batch.extras[EXPERTS].view(held.shape))
-        with watch.choices(held, replay=walk.experts == "replayed"):
-            yield None if walk.experts == "replayed" else held
+        return Walked(logprobs, entropy, sums, passes.metrics)
 
     def _balances(self, walk: Walk, training: bool) -> bool:
         """Whether routers are balanced: in a step's own walk. The log-probs of others and further losses leave them alone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ class Walk:
     """Return the entropy of every scored token too."""
     scale: float = 1.0
     """Multiplies the loss, not the metrics."""
-    experts: Literal["chosen", "recorded", "replayed"] = "chosen"
-    """How tokens come to their experts: by the router, whose choice is kept in the second case, or by that of an earlier walk."""
     finalize: bool = True
     """Sum the gradients over ranks at the end; False: another walk of the same step follows and does it."""
 
@@ -62,8 +59,6 @@ class Walked:
     """Sums of the objective's metrics."""
     passes: Mapping[str, float]
     """How the rows were laid out, see `Passes.metrics`."""
-    experts: Tensor | None = None
-    """int16 [N, layers * k] experts that each token passed, -1 where it passed none, if they were to be recorded."""
 
 
 def head_outputs(

@@ -118,16 +118,6 @@ class ExperimentSpec(Spec):
                 raise ValueError(f"`policy.lora` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
         return self
 
-    @model_validator(mode="after")
-    def _experts_are_replayed(self) -> ExperimentSpec:
-        """Somewhere, if they are asked to be."""
-        if self.policy.router.replay == "none" or any(_replays(stage) for stage in self.stages):
-            return self
-        raise ValueError(
-            "`policy.router.replay` is first_pass, but no stage computes log-probs before its updates; leave it out, or set "
-            "`updates_per_batch`, `epochs` or `algorithm.recompute_proximal: always` in an rl stage"
-        )
-
     def _check_no_adapter_is_asked_for(self) -> None:
         for stage in self.stages:
             if isinstance(stage, ExportStageSpec) and stage.adapter:
@@ -163,11 +153,6 @@ class ExperimentSpec(Spec):
                 f"stage {name!r} {what} an environment with a reward of its own, and `environment` has `prompts` alone; give it "
                 "`reward`, `reward_url` or `name`"
             )
-
-
-def _replays(stage: StageSpec) -> bool:
-    """Whether the stage's updates have a pass to choose the experts of."""
-    return isinstance(stage, RlStageSpec) and stage.has_first_pass and stage.algorithm.pairs is None
 
 
 def _needs_whole_weights(stage: StageSpec) -> str | None:

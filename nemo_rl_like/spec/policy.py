@@ -94,15 +94,12 @@ class Fp8Spec(Spec):
 
 
 class RouterSpec(Spec):
-    """How a model with experts is trained: losses that it adds to each step, for every row and layer alike, and which experts are chosen."""
+    """Losses that a model with experts adds to each training step, for every row and layer alike."""
 
     balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the loss that is least when a row's tokens use all experts alike (DeepSeek-V3, arXiv 2412.19437)."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the squared log-normaliser of the router's logits (ST-MoE, arXiv 2202.08906)."""
-    replay: Literal["none", "first_pass"] = "none"
-    """`first_pass`: the updates of an `rl` step choose the experts that the pass before them chose, so that a ratio of probabilities compares
-    the same experts; their weights are the router's of the moment. Steps with a single update have no such pass (cf. arXiv 2510.11370)."""
 
 
 Module = Literal["core_attn", "mlp", "moe"]

@@ -137,12 +137,6 @@ class RlStageSpec(StageBase):
                 )
 
     @property
-    def has_first_pass(self) -> bool:
-        """Whether the policy's log-probs are computed before a step's first update, and not in it."""
-        single = self.updates_per_batch * self.epochs == 1 and self.algorithm.recompute_proximal == "auto"
-        return not single or self.algorithm.advantages_read_proximal
-
-    @property
     def needs_critic(self) -> bool:
         """Whether the advantage reads a critic's values."""
         return self.algorithm.advantage.kind in CRITIC

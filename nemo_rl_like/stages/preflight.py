@@ -82,7 +82,7 @@ def _check_shape(spec: ExperimentSpec) -> None:
             f"`policy.layout` has `ep` or `etp`, but a {config.family} model has no experts; leave them out"
         )
     if config.experts is None and spec.policy.router != RouterSpec():
-        raise SpecError(f"`policy.router` is given, but a {config.family} model has no experts; leave it out")
+        raise SpecError(f"`policy.router` has losses, but a {config.family} model has no experts; leave it out")
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
 

@@ -75,8 +75,7 @@ class RlStage:
             with self._models(context, model, self._judge_folders(inputs)) as (models, engine):
                 rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
                 ptx = start_ptx(stage.ptx, workers, spec, model)
-                replays = spec.policy.router.replay == "first_pass"
-                services = StepServices(stage, spec.seed, models, engine, workers, rollouts, ptx, replays)
+                services = StepServices(stage, spec.seed, models, engine, workers, rollouts, ptx)
                 services.start_training()
                 recipe = RlRecipe(services, dataflow_of(stage))
                 trained = TrainedModels(models.policy, models.critic)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-EXPERTS = "experts"
-"""Extra: the experts that each token passed in an earlier pass."""
 _PER_TOKEN = ("tokens", "loss_mask", "behavior", "version")
 _PER_ROW = ("prompt_id", "group_id", "episode_id", "valid")
 
@@ -75,7 +73,7 @@ class TokenBatch:
     `explored`."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """float32 [N] further per-token values: `turn`, `turn_rewards`, `proximal`, `reference`, `values`, `advantages`; [N, K] where a
-    token has K of them: `teacher_ids` (int32) and `teacher_logprobs`, `experts` (int16)."""
+    token has K of them: `teacher_ids` (int32) and `teacher_logprobs`."""
 
     def __post_init__(self) -> None:
         n, b = self.tokens.numel(), self.prompt_lens.numel()

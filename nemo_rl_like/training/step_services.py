@@ -27,7 +27,6 @@ from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
 from nemo_rl_like.spec.advantages import GaeAdvantage, VapoAdvantage
 from nemo_rl_like.spec.rl import RlStageSpec
-from nemo_rl_like.tokens.batch import EXPERTS
 from nemo_rl_like.training.engine import EngineClient, RunEngine
 from nemo_rl_like.training.ptx import Ptx, next_of
 from nemo_rl_like.training.step_service import PreparedStep, StepPlan
@@ -46,7 +45,12 @@ def objective_of(spec: RlStageSpec, kl_coef: float | None = None, entropy_coef: 
         algorithm = algorithm.model_copy(update={"kl": algorithm.kl.model_copy(update={"coef": kl_coef})})
     if entropy_coef is not None:
         algorithm = algorithm.model_copy(update={"entropy_coef": entropy_coef})
-    return PolicyGradient(algorithm, max_new_tokens=spec.sampling.max_new_tokens, on_policy=not spec.has_first_pass)
+    single = spec.updates_per_batch * spec.epochs == 1 and algorithm.recompute_proximal == "auto"
+    return PolicyGradient(
+        algorithm,
+        max_new_tokens=spec.sampling.max_new_tokens,
+        on_policy=single and not algorithm.advantages_read_proximal,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,6 @@ class StepServices:
     """File that records every episode."""
     ptx: Ptx | None = None
     """Text whose loss is added to each of the policy's updates."""
-    replays_experts: bool = False
-    """Updates choose the experts that the pass for proximal log-probs chose."""
     kl_coef: float = field(init=False)
     """Coefficient of the KL in the next step."""
     entropy_coef: float = field(init=False)
@@ -220,7 +222,10 @@ class StepServices:
         temperature = self.spec.sampling.temperature
         if not self.objective.on_policy:
             with self.timings.part("logprobs"):
-                batch, metrics = self._proximal(batch)
+                values, metrics = self.models.policy.logprobs(
+                    batch, temperature, self.engine.gap_limit(), "proximal log-probs"
+                )
+                batch = self._attach(batch, "proximal", values)
         reference = self.models.reference if self.spec.algorithm.kl.coef else None
         for name, model in (("reference", reference), ("teacher", self.models.teacher)):
             if model is not None:
@@ -228,15 +233,6 @@ class StepServices:
                     values, _ = model.logprobs(batch, temperature, what=f"{name} log-probs")
                     batch = self._attach(batch, name, values)
         return batch, metrics
-
-    def _proximal(self, batch: ray.ObjectRef) -> tuple[ray.ObjectRef, dict[str, float]]:
-        """The batch with the policy's log-probs before its updates, and the experts that they passed where those are replayed."""
-        asked = (batch, self.spec.sampling.temperature, self.engine.gap_limit(), "proximal log-probs")
-        if not self.replays_experts:
-            values, metrics = self.models.policy.logprobs(*asked)
-            return self._attach(batch, "proximal", values), metrics
-        values, experts, metrics = self.models.policy.logprobs_and_experts(*asked)
-        return self._attach(self._attach(batch, "proximal", values), EXPERTS, experts), metrics
 
     def _attach(self, batch: ray.ObjectRef, name: str, values: ray.ObjectRef) -> ray.ObjectRef:
         return cast(ray.ObjectRef, self.workers.call(STEPS, "attach", batch, name, values, what=f"attaching {name}"))
