@@ -15,6 +15,8 @@ TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --index-st
 WHEELS = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(TORCH_INDEX))
 COMPILE = $(UV) pip compile --quiet --no-header --python-version 3.11 $(WHEELS) \
 	--overrides requirements/overrides.txt pyproject.toml requirements/cpu.in
+# Services on one worker, everything else on the other.
+WORKERS := --numprocesses 2 --dist loadgroup
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled RAY_worker_niceness=0
 
 .PHONY: help demo test test-all gpu-check lint format lock install install-test
@@ -26,10 +28,10 @@ demo: install  ## Install, then train the demo (SEED=1): SFT, GRPO, evaluation, 
 	$(BIN)/nrl demo --seed $(SEED)
 
 test: lint  ## Install, check the code, run every test but the slow ones.
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-all: lint  ## Install, check the code, run every test.
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS)
 
 gpu-check:  ## Prove the GPU half; on a machine with an NVIDIA GPU, in a Python that has Transformer Engine (GPU_PYTHON=python3).
 	$(GPU_PYTHON) benchmarks/gpu_check.py

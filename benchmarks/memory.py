@@ -206,8 +206,8 @@ def measure(case: Case, batch: TokenBatch, context: RankContext) -> Measured:
     watched = _profiled if context.world_size == 1 else _traced
     with watched() as step:
         policy.train_step(batch, None, CrossEntropy())
-    ddp, optimizer = policy.backend.ddp, policy.backend.optimizer
-    buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+    optimizer = policy.backend.optimizer
+    buffers = [buffer for ddp in policy.backend.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     state = 0
     for owned, kinds in () if case.offload_optimizer else optimizer.slices():
         state += sum(tensor.nbytes for name, tensor in kinds.items() if name != "step")

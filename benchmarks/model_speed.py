@@ -84,11 +84,10 @@ def _systems(options: argparse.Namespace) -> dict[str, Callable[[TokenBatch], fl
 
 def _megatron(rank: PolicyRank) -> Callable[[TokenBatch], float]:
     rank.start_training(AdamWOptimizer(), 1)
-    ddp = rank.backend.ddp
     objective = CrossEntropy()
 
     def run(batch: TokenBatch) -> float:
-        ddp.zero_grad_buffer()
+        rank.backend.zero_grad()
         stats = objective.prepare(batch)
         sums = rank._walk(batch, stats.live_rows, Walk(1.0, objective, stats), training=True).sums
         return float(sums[0])

@@ -127,7 +127,8 @@ def layout(
     ] = False,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks; default: any.")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks; default: any.")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel stages; default: any.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel ranks; default: any.")] = None,
+    vpp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages of a rank; default: 1, 2 or 4.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks; default: any.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks; default: any.")] = None,
     etp: Annotated[
@@ -138,7 +139,7 @@ def layout(
     """Plan which `policy.layout` fits a number of GPUs; nothing is run."""
     from nemo_rl_like.cli.commands import layout as command
 
-    asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+    asked = {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "ep": ep, "etp": etp}
     question = command.question(
         model, gpus, gpu_memory, gpus_per_node, micro_batch_tokens, step_tokens, recompute, offload_optimizer
     )

@@ -85,10 +85,11 @@ class Activations:
     # -- kept from the forward pass to the backward
 
     def kept(self, stage: int) -> int:
-        """What one micro-batch holds on a stage between its forward and its backward, without the head's chunks."""
+        """What one micro-batch holds on one of the pipeline's `layout.stages` between its forward and its backward, without the head's chunks."""
         whole, again = self._layers(stage)
+        # A layer that is computed again keeps its input.
         held = self._inputs() + self._rotary() + whole * self.layer() + again * (self._residual + self._generators(1))
-        if stage < self.layout.pp - 1:
+        if stage < self.layout.stages - 1:
             return held + self._residual  # the output sent to the next stage stays in the schedule's list
         final_norm = self._residual + FLOAT32 * self._part  # _RmsNorm: x, scale
         return held + final_norm + self._scored * self.itemsize  # the head's `hidden`
@@ -213,7 +214,7 @@ class Activations:
             moments += [self._in_feed_forward(), self._in_first_linear(), self._in_attention()]
         if again:
             moments += [moment - whole * self.layer() for moment in self._in_checkpoint()]
-        if stage == self.layout.pp - 1:
+        if stage == self.layout.stages - 1:
             # By then the final norm and the head have given back what they kept.
             freed = self._residual + FLOAT32 * self._part + self._scored * self.itemsize
             moments = [moment - freed for moment in moments] + [self.head_peak(), self._in_final_norm()]
@@ -322,7 +323,7 @@ class Activations:
 
     def _layers(self, stage: int) -> tuple[int, int]:
         """Layers of a stage that are kept, and those that are computed again but for their inputs."""
-        count = len(self.config.layers_of_stage(stage, self.layout.pp))
+        count = len(self.config.layers_of_stage(stage, self.layout.stages))
         if self.recompute is None or self.recompute.kind != "full":
             return count, 0
         again = min(self.recompute.layers or count, count)

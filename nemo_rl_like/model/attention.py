@@ -34,7 +34,7 @@ class AttentionLayout(Protocol):
     """Which tokens attend to which. Tensors are this rank's heads, with rotary positions applied."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores = PLAIN) -> Tensor:
-        """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]. `layer` tells the layers of a stage apart."""
+        """[s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d]. `layer` tells the layers of a model apart."""
         ...
 
     def to(self, device: torch.device, dtype: torch.dtype) -> AttentionLayout:

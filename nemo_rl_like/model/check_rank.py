@@ -15,12 +15,13 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention_layouts import PackedLayout
 from nemo_rl_like.model.check import EQUAL_FILE, LOGITS_FILE, TOKENS_FILE
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel, hidden_states, whole_sequences
+from nemo_rl_like.model.forward import MegatronModel, PipelineStage, hidden_states, whole_sequences
 from nemo_rl_like.model.heads import full_logits, output_head
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import MicroBatch
-from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
+from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.schedule import run_stages
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec
 
@@ -30,9 +31,8 @@ def main(task: str) -> None:
     given = json.loads(task)
     layout = LayoutSpec.model_validate(given["layout"])
     runtime.init_distributed(
-        given["rank"], layout.ranks, "127.0.0.1", given["port"], layout.tp, layout.pp, given["timeout_s"],
-        given["threads"], ep=layout.ep,
-    )  # fmt: skip
+        given["rank"], layout.ranks, "127.0.0.1", given["port"], layout, given["timeout_s"], given["threads"]
+    )
     scratch, folder = Path(given["scratch"]), given["folder"]
     tokens = torch.load(scratch / TOKENS_FILE, weights_only=True)
     config = ModelConfig.from_hf_folder(folder)
@@ -54,7 +54,7 @@ def row_logits(model: MegatronModel, tokens: list[list[int]]) -> list[Tensor] | 
     collected: list[Tensor] = []
 
     def forward_step(
-        batches: Iterator[MicroBatch], stage: MegatronModel
+        batches: Iterator[MicroBatch], stage: PipelineStage
     ) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
         return hidden_states(stage, next(batches)), keep
 
@@ -62,17 +62,8 @@ def row_logits(model: MegatronModel, tokens: list[list[int]]) -> list[Tensor] | 
         collected.append(full_logits(hidden, output_head(model)))
         return hidden
 
-    with torch.no_grad(), whole_sequences(model):
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter([batch]),
-            model=model,
-            num_microbatches=1,
-            seq_length=batch.input_ids.shape[1],
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+    with whole_sequences(model):
+        run_stages(model, [batch], forward_step, training=False, collect_non_loss_data=True)
     if not collected or parallel_state.get_tensor_model_parallel_rank() != 0:
         return None
     return [part.clone() for part in collected[0].cpu().split([len(row) for row in tokens])]

@@ -285,7 +285,7 @@ class Decoder:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the output head."""
-        return bool(self._model.post_process)
+        return self._model.has_head
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], samples: Sequence[int]) -> tuple[DecodeState, Tensor | None]:
@@ -356,17 +356,20 @@ class Decoder:
         return starts, hidden, layout.kept
 
     def _stage(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """This stage's part of a pass over tokens [1, s]; [s, H] on the last stage, otherwise handed on."""
+        """This rank's stages of a pass over tokens [1, s]; [s, H] where the head is, otherwise handed on."""
         model = self._model
-        if not model.pre_process:
-            incoming = torch.empty(ids.shape[1], 1, model.shape.hidden_size, dtype=model.dtype, device=self._device)
-            dist.recv(incoming, parallel_state.get_pipeline_model_parallel_prev_rank(), group=self._group)
-            model.set_input_tensor(incoming)
-        hidden = model.run_stage(ids, positions, layout)
-        if model.post_process:
-            return hidden[:, 0]
-        dist.send(hidden.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank(), group=self._group)
-        return None
+        hidden: Tensor | None = None
+        for stage in model.stages:
+            if not stage.pre_process:
+                incoming = torch.empty(ids.shape[1], 1, model.shape.hidden_size, dtype=model.dtype, device=self._device)
+                dist.recv(incoming, parallel_state.get_pipeline_model_parallel_prev_rank(), group=self._group)
+                stage.set_input_tensor(incoming)
+            out: Tensor = stage.run_stage(ids, positions, layout)
+            if stage.post_process:
+                hidden = out[:, 0]
+            else:
+                dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank(), group=self._group)
+        return hidden
 
 
 def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:

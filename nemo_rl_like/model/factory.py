@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.forward import MegatronModel, fp8_alignment
+from nemo_rl_like.model.forward import LayerSpecs, MegatronModel, fp8_alignment
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.local_layers import local_layer_spec
@@ -16,7 +16,6 @@ from nemo_rl_like.model.mcore import (
     TransformerBlockSubmodules,
     TransformerConfig,
     get_num_layers_to_build,
-    parallel_state,
 )
 from nemo_rl_like.model.megatron_config import transformer_config
 from nemo_rl_like.model.scratch import ScratchReader
@@ -35,7 +34,7 @@ def build_model(
     adapters: bool = False,
     recompute: RecomputeSpec | None = None,
 ) -> MegatronModel:
-    """This rank's stage and shard, with weights read from `weights` or made from `seed` (the same at every layout).
+    """This rank's stages and shard, with weights read from `weights` or made from `seed` (the same at every layout).
 
     Needs `runtime.init_distributed`. No weight is initialised and then thrown away.
     `fp8` computes the linear layers in FP8; `adapters`: the model will get some, which read what a norm gives, so no layer fuses the two; `recompute`
@@ -50,13 +49,10 @@ def build_model(
         runtime.exact_float32()
     megatron = transformer_config(config, layout, dtype, fp8, recompute)
     with runtime.quiet():
-        model = MegatronModel(
-            config,
-            megatron,
-            _spec(config, megatron, adapters),
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-        ).to(runtime.device())
+        specs = [
+            _spec(config, megatron, virtual if layout.vpp > 1 else None, adapters) for virtual in range(layout.vpp)
+        ]
+        model = MegatronModel(config, megatron, specs).to(runtime.device())
     weight_map = WeightMap(config)
     weight_map.mark_shards(model)
     weight_map.load_hf(model, weights if weights is not None else ScratchReader(config, seed or 0, dtype))
@@ -95,10 +91,10 @@ def check_fp8_widths(config: ModelConfig, layout: LayoutSpec, fp8: Fp8Spec) -> N
             )
 
 
-def _spec(config: ModelConfig, megatron: TransformerConfig, adapters: bool) -> ModuleSpec | TransformerBlockSubmodules:
+def _spec(config: ModelConfig, megatron: TransformerConfig, virtual: int | None, adapters: bool) -> LayerSpecs:
     if runtime.on_cuda():
         return _transformer_engine_spec(config, adapters)
-    count = get_num_layers_to_build(megatron)
+    count = get_num_layers_to_build(megatron, virtual)
     return TransformerBlockSubmodules(
         layer_specs=[local_layer_spec(config)] * count, layer_norm=NORMS[config.traits.norm]
     )

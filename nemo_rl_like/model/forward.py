@@ -1,4 +1,4 @@
-"""`MegatronModel`: Megatron's `GPTModel` that takes a `MicroBatch` and ends in hidden states of the scored tokens.
+"""`MegatronModel`: pipeline stages, each Megatron's `GPTModel`, that take a `MicroBatch` and end in hidden states of the scored tokens.
 
 The head is applied outside (`model.heads`), on scored tokens only and in chunks.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, Rotary, rotary_of
@@ -27,11 +27,15 @@ from nemo_rl_like.model.mcore import (
     MoETokenDispatcher,
     TransformerBlockSubmodules,
     TransformerConfig,
+    TransformerLayer,
     gather_from_sequence_parallel_region,
+    parallel_state,
 )
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
 from nemo_rl_like.model.router import RouterWatch, RowRouter
 from nemo_rl_like.model.row_places import RowPlaces
+
+LayerSpecs: TypeAlias = ModuleSpec | TransformerBlockSubmodules
 
 
 def fp8_alignment(recipe: str) -> int:
@@ -39,18 +43,25 @@ def fp8_alignment(recipe: str) -> int:
     return 32 if recipe == "mxfp8" else 16
 
 
-class MegatronModel(GPTModel):
-    """This rank's pipeline stage and tensor shard of the model."""
+class PipelineStage(GPTModel):
+    """This rank's tensor shard of neighbouring layers."""
+
+    watch: RouterWatch | None = None
+    """Of a model with experts; `MegatronModel` sets it."""
+    message: int | None = None
+    """Places of the messages between stages; None: as many as the pass has."""
 
     def __init__(
         self,
         shape: ModelConfig,
         config: TransformerConfig,
-        spec: ModuleSpec | TransformerBlockSubmodules,
+        spec: LayerSpecs,
         *,
         pre_process: bool,
         post_process: bool,
+        virtual: int | None,
     ) -> None:
+        """`pre_process`: it has the embedding; `post_process`: the head; `virtual`: which of this rank's stages it is, None where that is one."""
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -61,6 +72,7 @@ class MegatronModel(GPTModel):
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tie_embeddings and not shape.score_head,
             position_embedding_type="none",
+            vp_stage=virtual,
         )
         if shape.score_head and post_process:
             del self.output_layer
@@ -73,7 +85,6 @@ class MegatronModel(GPTModel):
             if pre_process:
                 self.embedding.config = undrawn
         self.context = ContextRanks.of_layout()
-        self.watch = None if shape.experts is None else self._watched(config)
         self.shape = shape
         self.dtype: torch.dtype = config.params_dtype
         for layer in self.decoder.layers:
@@ -86,12 +97,12 @@ class MegatronModel(GPTModel):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [M, H] that predict the micro-batch's targets, with context parallelism those of `scored_here`; before the last
-        stage, [s, b, H] for the next one."""
+        stage, [message, 1, H] for the next one, of which the first are the pass's."""
         hidden = self._run(
             micro_batch.input_ids, micro_batch.position_ids, micro_batch.attention, micro_batch.row_places
         )
         if not self.post_process:
-            return hidden
+            return self._as_message(hidden)
         places, (_, length) = micro_batch.predict_index, micro_batch.input_ids.shape
         mine = self.scored_here(micro_batch)
         if mine is not None and self.context is not None:
@@ -103,7 +114,7 @@ class MegatronModel(GPTModel):
         if self.context is None:
             return None
         length = micro_batch.input_ids.shape[1]
-        padded = length + self._padding(micro_batch.input_ids)
+        padded = length + self._padding(micro_batch.input_ids.shape)
         return self.context.scored_here(micro_batch.predict_index, length, padded)
 
     def run_stage(self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
@@ -120,7 +131,7 @@ class MegatronModel(GPTModel):
     def _run(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, row_places: RowPlaces | None
     ) -> Tensor:
-        padding = self._padding(input_ids)
+        padding = self._padding(input_ids.shape)
         rows = None
         if self.watch is not None:
             rows = self.watch.pairs(row_places, input_ids.shape, input_ids.shape[1] + padding, self.context)
@@ -129,6 +140,9 @@ class MegatronModel(GPTModel):
         if self.context is not None:
             input_ids, position_ids = self.context.part(input_ids), self.context.part(position_ids)
         embedded = self._embedded(input_ids, position_ids) if self.pre_process else None
+        if not self.pre_process and self.message is not None:
+            received, places = self.decoder.input_tensor, input_ids.numel() // self._shared_by
+            self.decoder.set_input_tensor(received[:places].view(-1, input_ids.shape[0], received.shape[2]))
         self.decoder.training = torch.is_grad_enabled()  # recomputes layers in training only
         rotary, window_rotary = self._rotary(position_ids)
         hidden: Tensor = self.decoder(
@@ -159,18 +173,40 @@ class MegatronModel(GPTModel):
             embedded.requires_grad_()  # Megatron finds no gradients inside what it recomputes unless an input has one
         return embedded
 
-    def _watched(self, config: TransformerConfig) -> RouterWatch:
-        watch = RouterWatch(config)
+    def be_watched(self, watch: RouterWatch) -> None:
+        """Let `watch` see what its routers choose."""
+        self.watch = watch
         for layer in self.decoder.layers:
             router: RowRouter = layer.mlp.router
             router.watch, router.layer = watch, layer.layer_number - 1
             layer.register_forward_pre_hook(partial(_show_rows, watch), with_kwargs=True)
             layer.mlp.experts.register_forward_pre_hook(partial(_forget_weights, layer.mlp.token_dispatcher))
-        return watch
 
-    def _padding(self, input_ids: Tensor) -> int:
+    def _as_message(self, hidden: Tensor) -> Tensor:
+        """[s, b, H] -> [message, 1, H]."""
+        if self.message is None:
+            return hidden
+        flat = hidden.flatten(0, 1)
+        return functional.pad(flat, (0, 0, 0, self.message - flat.shape[0]))[:, None]
+
+    def places(self, shape: torch.Size) -> int:
+        """Places of this rank's part of a pass over [b, s] tokens."""
+        rows, length = shape
+        return rows * (length + self._padding(shape)) // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share a sequence between the layers."""
+        return self._shared_by * (1 if self.context is None else self.context.size)
+
+    @property
+    def _shared_by(self) -> int:
+        """Tensor-parallel ranks that do."""
+        return int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
+
+    def _padding(self, shape: torch.Size) -> int:
         """Places to add to each row of [b, s], so that FP8 products have b * s tokens of a multiple they can take, and ranks equal parts."""
-        rows, length = input_ids.shape
+        rows, length = shape
         alignment = fp8_alignment(self.config.fp8_recipe)
         step = alignment // math.gcd(rows, alignment) if self.config.fp8 else 1
         if self.config.sequence_parallel:
@@ -178,6 +214,92 @@ class MegatronModel(GPTModel):
         if self.context is not None:
             step *= self.context.size
         return -length % step
+
+
+class MegatronModel(nn.Module):
+    """This rank's part of the model: a pipeline stage, or with an interleaved pipeline several, `layout.pp` apart from each other."""
+
+    def __init__(self, shape: ModelConfig, config: TransformerConfig, specs: Sequence[LayerSpecs]) -> None:
+        """`specs`: the layers of each of this rank's stages."""
+        super().__init__()
+        last = len(specs) - 1
+        self.stages = tuple(
+            PipelineStage(
+                shape,
+                config,
+                spec,
+                pre_process=i == 0 and parallel_state.is_pipeline_first_stage(),
+                post_process=i == last and parallel_state.is_pipeline_last_stage(),
+                virtual=i if last else None,
+            )
+            for i, spec in enumerate(specs)
+        )
+        self.pipeline = nn.ModuleList(self.stages)
+        self.config, self.shape = config, shape
+        self.dtype: torch.dtype = config.params_dtype
+        self.watch: RouterWatch | None = None
+        if shape.experts is not None:
+            self.watch = RouterWatch(config)
+            for stage in self.stages:
+                stage.be_watched(self.watch)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """See `PipelineStage.forward`. Raises ValueError if the model's stages are on several ranks, or more than one."""
+        if not (self.has_embedding and self.has_head) or len(self.stages) > 1:
+            raise ValueError("a model of several pipeline stages runs by Megatron's schedules")
+        hidden: Tensor = self.stages[0](micro_batch)
+        return hidden
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the pipeline begins here."""
+        return bool(self.first.pre_process)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the pipeline ends here."""
+        return bool(self.last.post_process)
+
+    @property
+    def first(self) -> PipelineStage:
+        """The earliest of its stages."""
+        return self.stages[0]
+
+    @property
+    def last(self) -> PipelineStage:
+        """The latest of its stages."""
+        return self.stages[-1]
+
+    @property
+    def layers(self) -> Iterator[TransformerLayer]:
+        """All layers of this rank."""
+        for stage in self.stages:
+            yield from stage.decoder.layers
+
+    @property
+    def context(self) -> ContextRanks | None:
+        """Ranks that have the other parts of this one's sequences; None: it has whole ones."""
+        return self.first.context
+
+    @context.setter
+    def context(self, context: ContextRanks | None) -> None:
+        for stage in self.stages:
+            stage.context = context
+
+    @contextmanager
+    def messages_of(self, places: int) -> Iterator[None]:
+        """Inside the block stages of a pipeline hand on so many places of each pass, and take as many."""
+        for stage in self.stages:
+            stage.message = places
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.message = None
+
+    def scored_here(self, micro_batch: MicroBatch) -> Tensor | None:
+        """See `PipelineStage.scored_here`."""
+        return self.first.scored_here(micro_batch)
 
 
 def _show_rows(watch: RouterWatch, layer: object, inputs: object, named: Mapping[str, Any]) -> None:

@@ -71,10 +71,11 @@ class TokenOutputs:
 
 def output_head(model: MegatronModel) -> OutputHead:
     """The head of a model's last pipeline stage. Raises ValueError on another stage, and for a model with a score head."""
-    if not model.post_process or model.shape.score_head:
+    if not model.has_head or model.shape.score_head:
         raise ValueError("only the last pipeline stage of a language model has the output head")
-    tied = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    stage = model.last
+    tied = stage.share_embeddings_and_output_weights
+    weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
     group = parallel_state.get_tensor_model_parallel_group()
     return OutputHead(weight, model.shape.vocab_size, group if group.size() > 1 else None, model.shape.logit_cap)
 
@@ -114,9 +115,9 @@ def token_scores(hidden: Tensor, model: MegatronModel) -> Tensor:
 
     Raises ValueError if the model has no score head on this pipeline stage.
     """
-    if not (model.shape.score_head and model.post_process):
+    if not (model.shape.score_head and model.has_head):
         raise ValueError("only the last pipeline stage of a model with a score head gives scores")
-    return functional.linear(hidden.float(), model.score.weight.float())[:, 0]
+    return functional.linear(hidden.float(), model.last.score.weight.float())[:, 0]
 
 
 def full_logits(hidden: Tensor, head: OutputHead) -> Tensor:

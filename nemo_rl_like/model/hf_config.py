@@ -268,6 +268,12 @@ class ModelConfig:
                     f"layout.cp is {layout.cp}, and each of its ranks attends with an equal part of the {value // layout.tp} {name} that "
                     f"tensor parallelism leaves; use cp in {_common_divisors(*(x // layout.tp for x in heads.values()))}"
                 )
+        if layout.vpp > 1 and self.layers % layout.stages:
+            fits = [v for v in range(1, self.layers + 1) if self.layers % (layout.pp * v) == 0]
+            raise InputError(
+                f"layout.vpp is {layout.vpp}: its {layout.pp} * {layout.vpp} stages must have the same number of the model's {self.layers} layers; "
+                + (f"use vpp in {fits}" if fits else f"change pp, which does not divide {self.layers}")
+            )
         if not self.layers_of_stage(layout.pp - 1, layout.pp):
             fits = [p for p in range(1, self.layers + 1) if self.layers_of_stage(p - 1, p)]
             raise InputError(

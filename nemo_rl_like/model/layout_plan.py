@@ -19,6 +19,8 @@ from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, RecomputeSpec
 GIB = 1 << 30
 RESERVED = 0.1
 """Share of a GPU's memory left to CUDA's context, NCCL's buffers and the allocator's gaps; an assumption, not a measurement."""
+_VIRTUAL = (2, 4)
+"""Stages of a pipeline-parallel rank that are tried beside one."""
 _NEAREST = 3
 """Layouts that an error names."""
 
@@ -83,13 +85,13 @@ class Planned:
 
     @property
     def bubble(self) -> float:
-        """Share of an update in which a rank waits for the pipeline to fill and drain: (pp - 1) / (micro-batches + pp - 1)."""
-        return (self.layout.pp - 1) / (self.micro_batches + self.layout.pp - 1)
+        """Share of an update in which a rank waits for the pipeline to fill and drain: (pp - 1) / (vpp * micro-batches + pp - 1)."""
+        return (self.layout.pp - 1) / (self.layout.vpp * self.micro_batches + self.layout.pp - 1)
 
     @property
     def again(self) -> tuple[int, int]:
         """Layers of the first stage that are computed again as a whole, and all of them."""
-        layers = len(self.question.config.layers_of_stage(0, self.layout.pp))
+        layers = len(self.question.config.layers_of_stage(0, self.layout.stages))
         if self.recompute is None or self.recompute.kind != "full":
             return 0, layers
         return min(self.recompute.layers or layers, layers), layers
@@ -166,7 +168,7 @@ class NoLayout(InputError):
 
 
 def plan(question: Question, asked: Mapping[str, int]) -> tuple[Planned, ...]:
-    """Every layout of the GPUs with the sizes `asked` (of tp, cp, pp, dp, ep and etp) that fits, best first.
+    """Every layout of the GPUs with the sizes `asked` (of tp, cp, pp, vpp, dp, ep and etp) that fits, best first.
 
     Raises NoLayout, which says why and what comes nearest, if there is none.
     """
@@ -205,7 +207,7 @@ def _planned(question: Question, layout: LayoutSpec, recompute: RecomputeSpec | 
 
 def _recomputed(question: Question, layout: LayoutSpec) -> Planned:
     """The layout with the fewest layers computed again with which it fits; if it does not, with those that leave most."""
-    layers = len(question.config.layers_of_stage(0, layout.pp))
+    layers = len(question.config.layers_of_stage(0, layout.stages))
     tried = []
     for count in range(1, layers + 1):
         recompute = RecomputeSpec() if count == layers else RecomputeSpec(layers=count)
@@ -222,12 +224,26 @@ def _sizes(question: Question, asked: Mapping[str, int]) -> Iterator[dict[str, i
         sizes = dict(zip(names, values, strict=True))
         if math.prod(values) != question.gpus:
             continue
-        if question.config.experts is None and not asked.keys() & {"ep", "etp"}:
-            yield sizes
-            continue
-        for ep in _choices(asked, "ep", question.gpus // sizes["pp"]):
-            for etp in sorted({asked["etp"]} if "etp" in asked else {1, sizes["tp"]}):
-                yield {**sizes, "ep": ep, "etp": etp}
+        for vpp in _virtual(question, asked, sizes["pp"], sizes["dp"]):
+            yield from _expert_sizes(question, asked, {**sizes, "vpp": vpp})
+
+
+def _virtual(question: Question, asked: Mapping[str, int], pp: int, dp: int) -> list[int]:
+    """Stages on a rank: as few as asked for, or those that leave the pipeline full and each stage some layers."""
+    if "vpp" in asked:
+        return [asked["vpp"]]
+    if pp == 1 or question.micro_batches(dp) < pp:  # an interleaved schedule goes round all ranks
+        return [1]
+    return [1, *(vpp for vpp in _VIRTUAL if question.config.layers % (pp * vpp) == 0)]
+
+
+def _expert_sizes(question: Question, asked: Mapping[str, int], sizes: dict[str, int]) -> Iterator[dict[str, int]]:
+    if question.config.experts is None and not asked.keys() & {"ep", "etp"}:
+        yield sizes
+        return
+    for ep in _choices(asked, "ep", question.gpus // sizes["pp"]):
+        for etp in sorted({asked["etp"]} if "etp" in asked else {1, sizes["tp"]}):
+            yield {**sizes, "ep": ep, "etp": etp}
 
 
 def _choices(asked: Mapping[str, int], name: str, ranks: int) -> list[int]:
@@ -299,6 +315,7 @@ def _distance(layout: LayoutSpec, asked: Mapping[str, int]) -> float:
         "tp": layout.tp,
         "cp": layout.cp,
         "pp": layout.pp,
+        "vpp": layout.vpp,
         "dp": layout.dp,
         "ep": layout.ep,
         "etp": layout.expert_tp,

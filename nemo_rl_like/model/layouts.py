@@ -124,7 +124,7 @@ def plan_microbatches(
     count = max(1, max(len(p) for p in passes))
     mine = [planner.build(p) for p in passes[dp_rank]]
     return Passes(
-        (*mine, *[_nothing(kind)] * (count - len(mine))),
+        (*mine, *[empty_pass(kind)] * (count - len(mine))),
         filled=sum(unit.tokens for unit in units) / (count * dp_size * token_budget),
         imbalance=max(costs) * dp_size / sum(costs) if any(costs) else 1.0,
     )
@@ -429,7 +429,7 @@ def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return torch.repeat_interleave(offset, count) + torch.arange(int(count.sum()))
 
 
-def _nothing(kind: Kind) -> MicroBatch:
-    """A pass over one token that scores nothing, for a rank that has run out of rows."""
+def empty_pass(kind: Kind) -> MicroBatch:
+    """A pass over one token that scores nothing, where a schedule wants more passes than there are rows for."""
     one, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(kind, one, one, CausalLayout(), none, none, none)

@@ -186,7 +186,7 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
     """Put adapters on the model and freeze all else. A is drawn from `seed`, the same at every layout, and B is zero, as in PEFT."""
     check_targets(config, lora)
     model.requires_grad_(False)
-    for layer in model.decoder.layers:
+    for layer in model.layers:
         for path, projections in PROJECTIONS.items():
             if not set(projections) & set(lora.targets):
                 continue

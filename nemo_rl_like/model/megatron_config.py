@@ -40,7 +40,7 @@ def transformer_config(
     Raises InputError if the model cannot be split that way.
     """
     config.check_layout(layout)
-    last = len(config.layers_of_stage(layout.pp - 1, layout.pp))
+    last = len(config.layers_of_stage(layout.stages - 1, layout.stages))
     uneven, traits = layout.pp > 1 and config.layers % layout.pp != 0, config.traits
     with runtime.quiet():
         return TransformerConfig(
@@ -75,11 +75,11 @@ def transformer_config(
             bf16=dtype.itemsize == 2,
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             num_layers_in_last_pipeline_stage=last if uneven else None,
             sequence_parallel=layout.sp,
-            variable_seq_lengths=layout.pp > 1,
-            moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, in dense models too
-            batch_p2p_comm=False,
+            moe_token_dispatcher_type="alltoall",
+            batch_p2p_comm=False,  # two ranks that are each other's next and previous one would mix up the messages of a batch
             **_expert_settings(config.experts, layout, runtime.on_cuda()),
             **_fp8_settings(fp8),
             **_recompute_settings(recompute, config.layers),

@@ -39,9 +39,9 @@ class Memory:
     temporary: int
     """What the widest moment of a backward pass, or of the head, adds."""
     head: int
-    """What the head adds at its own widest moment, part of `temporary` where that is the widest of all; 0 before the last stage."""
-    stage: int
-    """Pipeline stage of the rank."""
+    """What the head adds at its own widest moment, part of `temporary` where that is the widest of all; 0 before the last rank."""
+    rank: int
+    """Among the pipeline-parallel ranks."""
     host: int = 0
     """Bytes of host memory, beside those of the device: with `policy.offload.optimizer` moments and float32 weights, and what is copied to and fro."""
 
@@ -79,16 +79,18 @@ class Training:
         moments = ("exp_avg", "exp_avg_sq")
         return moments if self.dtype == "float32" else (*moments, "master")
 
-    def memory(self, layout: LayoutSpec, stage: int) -> Memory:
-        """Bytes of a rank on a pipeline stage. Raises InputError if the model cannot be split that way."""
+    def memory(self, layout: LayoutSpec, rank: int) -> Memory:
+        """Bytes of a pipeline-parallel rank. Raises InputError if the model cannot be split that way."""
         self.config.check_layout(layout)
         _require_known(self.config)
-        dense, experts = parameter_buffers(self.config, layout, stage)
+        stages = range(rank, layout.stages, layout.pp)
+        buffers = [parameter_buffers(self.config, layout, stage) for stage in stages]
+        dense, experts = (sum(sizes) for sizes in zip(*buffers, strict=True))
         owned = dense // (layout.dp * layout.cp) + experts // layout.expert_dp
         item = ITEMSIZE[self.dtype]
         activations = Activations(self.config, layout, self.rows, item, self.layers, self.head, self.recompute)
-        # 1F1B: a stage runs ahead of the last one by as many micro-batches as there are stages between them.
-        kept = min(layout.pp - stage, self.micro_batches) * activations.kept(stage)
+        kept = self._in_flight(layout, rank) * activations.kept(rank)
+        kept += activations.kept(stages[-1]) - activations.kept(rank)
         # Before the first pass, master weights are made on the device and then moved.
         master = owned * STATE if self.offload_optimizer and "master" in self.states else 0
         return Memory(
@@ -96,9 +98,9 @@ class Training:
             gradients=(dense + experts) * GRADIENT,
             optimizer=0 if self.offload_optimizer else owned * STATE * len(self.states),
             activations=kept,
-            temporary=max(activations.widest(stage), master - kept),
-            head=activations.head_peak() if stage == layout.pp - 1 else 0,
-            stage=stage,
+            temporary=max(master - kept, *(activations.widest(stage) for stage in stages)),
+            head=activations.head_peak() if rank == layout.pp - 1 else 0,
+            rank=rank,
             host=owned * self._host_bytes if self.offload_optimizer else 0,
         )
 
@@ -107,12 +109,22 @@ class Training:
         """Bytes of an owned parameter: weights and moments, the gradient, and weights rounded to 16 bits."""
         return 3 * STATE + GRADIENT + (ITEMSIZE[self.dtype] if self.dtype != "float32" else 0)
 
+    def _in_flight(self, layout: LayoutSpec, rank: int) -> int:
+        """Forward passes of a stage that a rank has made when its first backward pass begins, and that many it then holds.
+
+        1F1B: it runs ahead of the last rank by as many micro-batches as there are ranks between them. Interleaved (Narayanan et al. 2021, arXiv
+        2104.04473, section 2.2), by twice as many, after a round of the ranks' micro-batches for each of its stages but the last.
+        """
+        between = layout.pp - 1 - rank
+        ahead = between if layout.vpp == 1 else 2 * between + (layout.vpp - 1) * layout.pp
+        return min(ahead + 1, self.micro_batches * layout.vpp)
+
     def peak(self, layout: LayoutSpec) -> Memory:
         """That of the rank that needs most. Raises InputError if the model cannot be split that way.
 
-        It is on the first pipeline stage, which holds the most micro-batches, or on the last, which has the head.
+        It is the first of the pipeline, which holds the most micro-batches, or on the last, which has the head.
         """
-        return max((self.memory(layout, stage) for stage in {0, layout.pp - 1}), key=lambda memory: memory.total)
+        return max((self.memory(layout, rank) for rank in {0, layout.pp - 1}), key=lambda memory: memory.total)
 
 
 def _require_known(config: ModelConfig) -> None:
@@ -134,8 +146,8 @@ def _require_known(config: ModelConfig) -> None:
 
 
 def parameter_buffers(config: ModelConfig, layout: LayoutSpec, stage: int) -> tuple[int, int]:
-    """Elements of a rank's two DDP buffers with their padding: parameters that its tensor-parallel group shares out, and experts'."""
-    layers = len(config.layers_of_stage(stage, layout.pp))
+    """Elements of a stage's two DDP buffers on one rank, with their padding: parameters that its tensor-parallel group shares out, and experts'."""
+    layers = len(config.layers_of_stage(stage, layout.stages))
     own = _aligned(_ends(config, layout, stage)) + layers * _aligned(_layer_parameters(config, layout))
     experts = layers * _aligned(_expert_parameters(config, layout))
     return _up(own, math.lcm(layout.dp * layout.cp, _BUFFER_ALIGNMENT)), _up(
@@ -158,7 +170,7 @@ def _ends(config: ModelConfig, layout: LayoutSpec, stage: int) -> Iterator[int]:
     vocabulary = config.padded_vocab(layout.tp) // layout.tp * hidden
     if stage == 0:
         yield vocabulary
-    if stage == layout.pp - 1:
+    if stage == layout.stages - 1:
         yield hidden  # the last norm
         if config.score_head:
             yield hidden

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import cpu_shim
+from nemo_rl_like.spec.policy import LayoutSpec
 
 logger = logging.getLogger(__name__)
 _RECIPE_NEEDS = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "delayed": (8, 9)}
@@ -146,29 +147,25 @@ def init_distributed(
     world: int,
     master_addr: str,
     master_port: int,
-    tp: int,
-    pp: int,
+    layout: LayoutSpec,
     timeout_s: float,
     threads: int = 0,
-    *,
-    cp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
 ) -> None:
-    """Join the world of ranks and make Megatron's groups; ranks are row-major in (pp, dp, cp, tp), tp fastest.
+    """Join the world of ranks and make Megatron's groups; ranks are row-major in (pp, dp, cp, tp), tp fastest, and those of a
+    stage in (ep, etp) for its experts.
 
-    `threads` are this rank's CPU threads (0: leave as they are); `timeout_s` bounds every collective, in seconds; `ep` and `etp` (None: tp)
-    split the experts over the ranks of a stage, row-major in (ep, etp).
-    Raises InputError if tp * cp * pp does not divide `world`. A second call only remakes the
+    `threads` are this rank's CPU threads (0: leave as they are); `timeout_s` bounds every collective, in seconds.
+    Raises InputError if the layout has another number of ranks than `world`. A second call only remakes the
     model-parallel groups for another layout of the same world, and does nothing for the same layout.
     """
-    if world % (tp * cp * pp):
+    if world != layout.ranks:
         raise InputError(
-            f"world size {world} is not a multiple of tp * cp * pp = {tp} * {cp} * {pp}; use tp * cp * pp * dp ranks"
+            f"the layout has tp * cp * pp * dp = {layout.tp} * {layout.cp} * {layout.pp} * {layout.dp} = {layout.ranks} ranks, and the world "
+            f"{world}; change one of the sizes"
         )
     join_world(rank, world, master_addr, master_port, timeout_s, threads)
-    _init_model_parallel(tp, cp, pp, ep, tp if etp is None else etp, timeout_s)
-    logger.debug("rank %d of %d joined on %s with tp=%d pp=%d", rank, world, device(), tp, pp)
+    _init_model_parallel(layout, timeout_s)
+    logger.debug("rank %d of %d joined on %s with %s", rank, world, device(), layout)
 
 
 def join_world(rank: int, world: int, master_addr: str, master_port: int, timeout_s: float, threads: int = 0) -> None:
@@ -204,7 +201,7 @@ def _choose_device(rank: int) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
 
 
-def _init_model_parallel(tp: int, cp: int, pp: int, ep: int, etp: int, timeout_s: float) -> None:
+def _init_model_parallel(layout: LayoutSpec, timeout_s: float) -> None:
     from nemo_rl_like.model.mcore import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -212,18 +209,20 @@ def _init_model_parallel(tp: int, cp: int, pp: int, ep: int, etp: int, timeout_s
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
-        if sizes == (tp, cp, pp, ep, etp):
+        if sizes == (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.expert_tp):
             return  # a second model of the same ranks, for example a frozen reference
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,

@@ -28,7 +28,9 @@ from nemo_rl_like.model.weight_shards import (
     gathered,
     group_of,
     pack_qkv,
+    pp_size,
     shard,
+    stage_count,
     tp_size,
     unpack_qkv,
     unshard,
@@ -37,6 +39,8 @@ from nemo_rl_like.tensors.packed import Packed
 
 _SHARD_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 """Attributes that Megatron reads: whether a parameter is a piece, along which dimension, in how many strides."""
+_SUMMED = "allreduce"
+"""Another: whether the gradient is summed over all data-parallel ranks, not those of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class WeightMap:
             for mark, value in zip(_SHARD_MARKS, marks, strict=True):
                 setattr(parameters[name], mark, value)
             if entry.expert is not None:
-                parameters[name].allreduce = not experts_apart()
+                setattr(parameters[name], _SUMMED, not experts_apart())
 
     def local_entries(self, model: MegatronModel) -> Iterator[tuple[str, Entry]]:
         """This rank's parameters by name, with what each is made of; a tied embedding's copy on the last stage is one too."""
@@ -221,10 +225,10 @@ class WeightMap:
 
     def _stage_of(self, entry: Entry) -> int:
         """Pipeline stage that holds the tensor (the first one for a tied embedding)."""
-        pp = parallel_state.get_pipeline_model_parallel_world_size()
+        stages = stage_count()
         if entry.layer is not None:
-            return entry.layer // len(self._config.layers_of_stage(0, pp))
-        return 0 if entry.hf == (EMBEDDING,) else pp - 1
+            return entry.layer // len(self._config.layers_of_stage(0, stages))
+        return 0 if entry.hf == (EMBEDDING,) else stages - 1
 
     def _expert_place(self, entry: Entry) -> tuple[int, int]:
         """Expert-parallel rank that holds the tensor, and the expert's number there; both 0 outside the experts."""
@@ -232,27 +236,32 @@ class WeightMap:
 
     def _leader(self, entry: Entry) -> int:
         """First of the global ranks that hold the tensor."""
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        first = self._stage_of(entry) * (dist.get_world_size() // stages)
+        pp = pp_size()
+        first = self._stage_of(entry) % pp * (dist.get_world_size() // pp)
         return first + self._expert_place(entry)[0] * etp_size()
 
     def _local_name(self, present: Set[str], entry: Entry) -> str | None:
         """Which of the `present` parameters of this rank's model it is; None where another stage or expert-parallel rank holds it."""
-        stage = parallel_state.get_pipeline_model_parallel_rank()
+        stage = self._stage_of(entry)
         owner, expert = self._expert_place(entry)
-        if self._stage_of(entry) != stage or (entry.expert is not None and owner != ep_rank()):
+        elsewhere = stage % pp_size() != parallel_state.get_pipeline_model_parallel_rank()
+        if elsewhere or (entry.expert is not None and owner != ep_rank()):
             return None
-        prefix = ""
+        prefix = f"pipeline.{stage // pp_size()}."
         if entry.layer is not None:
-            stages = parallel_state.get_pipeline_model_parallel_world_size()
-            prefix = f"decoder.layers.{entry.layer - self._config.layers_of_stage(stage, stages).start}."
+            prefix += f"decoder.layers.{entry.layer - self._config.layers_of_stage(stage, stage_count()).start}."
         names = (prefix + name.replace("{expert}", str(expert)) for name in entry.names)
         return next((name for name in names if name in present), None)
 
     def _tied_copy(self, model: MegatronModel, entry: Entry) -> str | None:
         """The last stage's own copy of a tied embedding, when it is not the first stage too."""
-        tied = model.share_embeddings_and_output_weights and entry.hf == (EMBEDDING,)
-        return MCORE_HEAD if tied and model.post_process and not model.pre_process else None
+        last = model.last
+        tied = last.share_embeddings_and_output_weights and entry.hf == (EMBEDDING,)
+        return (
+            f"pipeline.{len(model.stages) - 1}.{MCORE_HEAD}"
+            if tied and last.post_process and not last.pre_process
+            else None
+        )
 
     def _harmless(self, key: str) -> bool:
         return key.endswith("rotary_emb.inv_freq") or (self._config.tie_embeddings and key == HEAD)

@@ -113,6 +113,17 @@ def group_of(entry: Entry) -> dist.ProcessGroup:
     return parallel_state.get_expert_tensor_parallel_group()
 
 
+def pp_size() -> int:
+    """Pipeline-parallel ranks."""
+    size: int = parallel_state.get_pipeline_model_parallel_world_size()
+    return size
+
+
+def stage_count() -> int:
+    """Pipeline stages over all ranks."""
+    return pp_size() * (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1)
+
+
 def tp_size() -> int:
     size: int = parallel_state.get_tensor_model_parallel_world_size()
     return size

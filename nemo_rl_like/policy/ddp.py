@@ -6,11 +6,7 @@ by data-parallel ranks, by tokens): gradients are summed as they are, since the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.forward import MegatronModel
@@ -19,12 +15,8 @@ from nemo_rl_like.model.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
-    get_forward_backward_func,
 )
-
-Reduce: TypeAlias = Callable[[Tensor], object]
-"""What the schedule calls with a model's output."""
-ForwardStep: TypeAlias = Callable[..., tuple[Tensor, Reduce]]
+from nemo_rl_like.model.schedule import ForwardStep, run_stages
 
 
 class PolicyDdp(DistributedDataParallel):
@@ -49,44 +41,36 @@ class PolicyDdp(DistributedDataParallel):
             super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
 
-def wrap_ddp(model: MegatronModel) -> PolicyDdp:
-    """The model with gradient buffers that are summed over data-parallel ranks, in float32."""
+def wrap_ddp(model: MegatronModel) -> list[PolicyDdp]:
+    """The model's stages with gradient buffers that are summed over data-parallel ranks, in float32."""
     config = model.config
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=config.fp8_param
     )
-    ddp = PolicyDdp(config, settings, model)
-    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-        runtime.use_huge_pages(buffer.param_data)
-    if not config.fp8_param:  # collectives take no such tensors, and every rank has read the same ones
-        ddp.broadcast_params()
-    return ddp
+    wrapped = [PolicyDdp(config, settings, stage) for stage in model.stages]
+    for ddp in wrapped:
+        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+            runtime.use_huge_pages(buffer.param_data)
+        if not config.fp8_param:  # collectives take no such tensors, and every rank has read the same ones
+            ddp.broadcast_params()
+    return wrapped
 
 
 def run_schedule(
-    model: MegatronModel | DistributedDataParallel,
+    model: MegatronModel,
+    wrapped: Sequence[PolicyDdp] | None,
     micro_batches: Sequence[MicroBatch],
     forward: ForwardStep,
     *,
     training: bool,
     finalize: bool = True,
 ) -> None:
-    """Run Megatron's schedule for this pipeline layout over the micro-batches; with gradients if `training`.
+    """Run the model's stages, as they are or `wrapped`, over the micro-batches; with gradients if `training`.
 
     Without `finalize` the gradients stay in the ranks' buffers, not yet summed over ranks, for the next schedule to add to.
     """
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = finalize_model_grads if finalize else None
-    schedule = get_forward_backward_func()
-    with torch.set_grad_enabled(training):
-        schedule(
-            forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=[model],
-            num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].input_ids.shape[1],
-            micro_batch_size=micro_batches[0].input_ids.shape[0],
-            forward_only=not training,
-        )
+    run_stages(model, micro_batches, forward, training=training, wrapped=wrapped)

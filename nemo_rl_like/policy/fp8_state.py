@@ -33,7 +33,7 @@ FILE = "fp8.json"
 def scaling_modules(model: MegatronModel) -> dict[str, torch.nn.Module]:
     """This stage's modules with extra state, by a name that starts with the layer's number in the whole model."""
     found = {}
-    for layer in model.decoder.layers:
+    for layer in model.layers:
         for path, module in layer.named_modules():
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 found[f"layers.{layer.layer_number - 1}.{path}"] = module

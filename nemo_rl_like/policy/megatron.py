@@ -15,7 +15,7 @@ from nemo_rl_like.algorithms.objectives import Outputs
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.forward import MegatronModel, PipelineStage
 from nemo_rl_like.model.heads import output_head, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
@@ -24,10 +24,11 @@ from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost
 from nemo_rl_like.model.lora import adapters_off, add_adapters
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.router import RouterWatch
+from nemo_rl_like.model.schedule import Reduce
 from nemo_rl_like.model.scratch import FreshScoreReader, ScratchReader
 from nemo_rl_like.model.top_logprobs import TopLogprobs, top_logprobs
 from nemo_rl_like.policy.backend import ModelRequest, OptimizerStep, Score, TopRequest
-from nemo_rl_like.policy.ddp import PolicyDdp, Reduce, run_schedule, wrap_ddp
+from nemo_rl_like.policy.ddp import PolicyDdp, run_schedule, wrap_ddp
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
 from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
@@ -47,13 +48,9 @@ class MegatronBackend:
             context.world_size,
             context.master_addr,
             context.master_port,
-            layout.tp,
-            layout.pp,
+            layout,
             request.timeout_s,
             context.threads,
-            cp=layout.cp,
-            ep=layout.ep,
-            etp=layout.etp,
         )
         self._spec = policy
         self._config = ModelConfig.from_hf_folder(request.folder)
@@ -71,7 +68,7 @@ class MegatronBackend:
         if lora is not None and request.adapter_seed is not None:
             add_adapters(self.model, self._config, lora, request.adapter_seed)
         self.store = PolicyStore(self.model, self._config, request.folder, lora, policy.fp8)
-        self._trained: tuple[PolicyDdp, PolicyOptimizer] | None = None
+        self._trained: tuple[list[PolicyDdp], PolicyOptimizer] | None = None
         self._host = HostWeights(self.model) if request.on_host else None
 
     def _weights(self, request: ModelRequest) -> TensorReader:
@@ -104,8 +101,8 @@ class MegatronBackend:
     # -- training
 
     @property
-    def ddp(self) -> PolicyDdp:
-        """The model with its gradient buffers. Raises RuntimeError before `start_training`."""
+    def ddp(self) -> list[PolicyDdp]:
+        """The model's stages with their gradient buffers. Raises RuntimeError before `start_training`."""
         return self._in_training()[0]
 
     @property
@@ -124,18 +121,20 @@ class MegatronBackend:
             raise RuntimeError("a model whose weights lie in host memory is not trained")
         ddp = wrap_ddp(self.model)
         on_host = self._spec.offload.optimizer
-        self._trained = ddp, PolicyOptimizer(ddp, self.store.trained, spec, total_updates, on_host=on_host)
+        optimizer = PolicyOptimizer(self.model, ddp, self.store.trained, spec, total_updates, on_host=on_host)
+        self._trained = ddp, optimizer
 
     def zero_grad(self) -> None:
         """See `Backend`."""
-        self.ddp.zero_grad_buffer()
+        for stage in self.ddp:
+            stage.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def step(self) -> OptimizerStep | None:
         """See `Backend`."""
         return self.optimizer.step()
 
-    def _in_training(self) -> tuple[PolicyDdp, PolicyOptimizer]:
+    def _in_training(self) -> tuple[list[PolicyDdp], PolicyOptimizer]:
         if self._trained is None:
             raise RuntimeError("start_training must come before train_step")
         return self._trained
@@ -146,16 +145,16 @@ class MegatronBackend:
         """See `Backend`: Megatron's schedule for the pipeline layout."""
         device = runtime.device()
 
-        def forward(iterator: Iterator[MicroBatch], model: MegatronModel) -> tuple[Tensor, Reduce]:
+        def forward(iterator: Iterator[MicroBatch], stage: PipelineStage) -> tuple[Tensor, Reduce]:
             micro_batch = next(iterator).to(device, self.model.dtype)
-            return model(micro_batch), partial(reduced, micro_batch)
+            return stage(micro_batch), partial(reduced, micro_batch)
 
         def reduced(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             return score(micro_batch, hidden), torch.zeros((), dtype=torch.int, device=device), None
 
-        model = self.ddp if training and self._trained else self.model
+        wrapped = self.ddp if training and self._trained else None
         with nullcontext() if self._host is None else self._host.on_device():
-            run_schedule(model, micro_batches, forward, training=training, finalize=finalize)
+            run_schedule(self.model, wrapped, micro_batches, forward, training=training, finalize=finalize)
 
     def outputs(self, hidden: Tensor, micro_batch: MicroBatch, walk: Walk, candidates: Tensor | None) -> Outputs:
         """See `Backend`; equal on every tensor- and context-parallel rank."""

@@ -11,7 +11,7 @@ keeps in float32 and gathers is the same for any optimizer, so SGD and Muon take
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.mcore import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -51,13 +52,14 @@ _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd"
 class PolicyOptimizer:
     """The optimizer of one rank's shard of the model.
 
-    Args: `model` wrapped in Megatron's DDP; `weight_map` of the parameters that are trained; `spec`; `total_updates`, the optimizer
+    Args: `model`, and its stages `wrapped` in Megatron's DDP; `weight_map` of the parameters that are trained; `spec`; `total_updates`, the optimizer
     steps the schedule spans; `on_host` keeps its state in host memory. Raises SpecError for groups that do not fit the model.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: MegatronModel,
+        wrapped: Sequence[DistributedDataParallel],
         weight_map: WeightMap,
         spec: OptimizerSpec,
         total_updates: int,
@@ -67,19 +69,19 @@ class PolicyOptimizer:
         self.kind = spec.kind
         self._settings = settings_of(spec, weight_map.entries)
         self._masters = (MASTER,) if model.config.params_dtype is torch.bfloat16 else ()
-        entries = dict(weight_map.local_entries(model.module))
-        made_of = {p: entries[name] for name, p in model.module.named_parameters() if p.requires_grad}
+        entries = dict(weight_map.local_entries(model))
+        made_of = {p: entries[name] for name, p in model.named_parameters() if p.requires_grad}
         with runtime.optimizer_patches():
             built = get_megatron_optimizer(
                 _config(spec, model.config),
-                [model],
+                list(wrapped),
                 config_overrides=_overrides({p: self._settings[entry] for p, entry in made_of.items()}),
                 use_gloo_process_groups=False,
             )
         parts = built.chained_optimizers if isinstance(built, ChainedOptimizer) else [built]
         self._optimizer = built
         self._parts: list[DistributedOptimizer] = list(parts)
-        self._model = model
+        self._wrapped, self._fp8_weights = tuple(wrapped), model.config.fp8_param
         self._adams: list[torch.optim.Optimizer] = []
         self._hosts: list[HostOptimizer] = []
         for part in self._parts:
@@ -144,7 +146,8 @@ class PolicyOptimizer:
             return
         for host in self._hosts:
             host.step()
-        self._model.start_param_sync()
+        for ddp in self._wrapped:
+            ddp.start_param_sync()
 
     def _clip(self, norm: float) -> None:
         """Scale every gradient so that their norm over all ranks, which is `norm`, is at most the spec's."""
@@ -177,14 +180,15 @@ class PolicyOptimizer:
         self._scheduler.step(increment=0)
         for adam in self._adams:
             _set_count(adam, updates)
-        if self._model.config.fp8_param:
+        if self._fp8_weights:
             self._round_masters()
 
     def _round_masters(self) -> None:
         """Make the FP8 weights of the master copies: what a checkpoint has of them was rounded to the model's type in between."""
         for part in self._parts:
             part._copy_main_params_to_model_params()
-        self._model.start_param_sync()
+        for ddp in self._wrapped:
+            ddp.start_param_sync()
 
     def reload_main_params(self) -> None:
         """Copy the model's weights into the optimizer's master copies (after loading weights)."""

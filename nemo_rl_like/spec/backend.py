@@ -25,7 +25,14 @@ _ELSE = "leave it out, or set `policy.backend: megatron`"
 def policy_problem(policy: PolicySpec) -> str | None:
     """What of the policy block `fsdp` lacks; None if nothing."""
     layout = policy.layout
-    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp or 1}
+    sizes = {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "vpp": layout.vpp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "etp": layout.etp or 1,
+    }
     for name, size in sizes.items():
         if size > 1:
             return (

@@ -17,6 +17,8 @@ class LayoutSpec(Spec):
     """Tensor-parallel ranks."""
     pp: PositiveInt = 1
     """Pipeline-parallel stages."""
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages on each pipeline-parallel rank: an interleaved schedule, in which ranks wait less and send more."""
     cp: PositiveInt = 1
     """Context-parallel ranks: each has 1 / cp of every sequence, and for attention 1 / cp of the heads of the whole one."""
     dp: PositiveInt = 1
@@ -36,6 +38,10 @@ class LayoutSpec(Spec):
             raise ValueError(
                 "`sp` shares sequences among the tensor-parallel ranks, and `tp` is 1; leave it out, or raise `tp`"
             )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                "`vpp` gives each pipeline-parallel rank several stages, and `pp` is 1; leave it out, or raise `pp`"
+            )
         if self.stage_ranks % (self.ep * self.expert_tp):
             raise ValueError(
                 f"`ep` * `etp` is {self.ep} * {self.expert_tp}, which does not divide `dp` * `cp` * `tp` ({self.dp} * {self.cp} * {self.tp}); "
@@ -47,6 +53,11 @@ class LayoutSpec(Spec):
     def ranks(self) -> int:
         """All of them."""
         return self.pp * self.stage_ranks
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages; stage s is on pipeline-parallel rank s % pp."""
+        return self.pp * self.vpp
 
     @property
     def stage_ranks(self) -> int:

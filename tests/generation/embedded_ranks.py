@@ -47,7 +47,7 @@ class Answer:
 
 def start_engine(folder: Path, rank: int, world: int, port: int, layout: LayoutSpec, rows: int) -> EmbeddedEngine:
     """Join the world and make the engine."""
-    runtime.init_distributed(rank, world, "127.0.0.1", port, layout.tp, layout.pp, 120.0, 1)
+    runtime.init_distributed(rank, world, "127.0.0.1", port, layout, 120.0, 1)
     with SafetensorsReader(folder) as reader:
         model = build_model(ModelConfig.from_hf_folder(folder), layout, torch.float32, weights=reader)
     context = RankContext("policy", rank, world, {}, {}, "127.0.0.1", port, 1, folder / "log", "localhost")

@@ -29,7 +29,7 @@ PROMPTS = tuple(tuple((7 * i + 3 * j) % VOCAB for j in range(3 + 4 * i)) for i i
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return tiny_llama()
+    return tiny_llama(layers=4)  # two interleaved stages on each of two ranks
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +181,11 @@ def job() -> Job:
 @pytest.mark.parametrize(
     "layout",
     [
-        LayoutSpec(tp=2, pp=2, sp=True),
-        LayoutSpec(tp=2),
+        LayoutSpec(tp=2, pp=2, vpp=2, sp=True),
+        LayoutSpec(dp=2, tp=2),
         pytest.param(LayoutSpec(tp=2, pp=2), marks=pytest.mark.slow),
-        pytest.param(LayoutSpec(pp=2), marks=pytest.mark.slow),
+        pytest.param(LayoutSpec(tp=2, pp=2, sp=True), marks=pytest.mark.slow),
+        pytest.param(LayoutSpec(dp=2, pp=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ def built(
     models: dict[str, LlamaForCausalLM], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, MegatronModel]]:
     torch.set_num_threads(1)
-    runtime.init_distributed(0, 1, "127.0.0.1", free_port(), 1, 1, 120.0, 1)
+    runtime.init_distributed(0, 1, "127.0.0.1", free_port(), LayoutSpec(), 120.0, 1)
     found = {}
     for name, model in models.items():
         folder = save(model, tmp_path_factory.mktemp(name))

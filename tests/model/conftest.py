@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_rl_like.model import runtime
+from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 from tests.model.parallel_rank import Results, run_four_ranks
 
@@ -27,7 +28,7 @@ def one_rank() -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    runtime.init_distributed(0, 1, "127.0.0.1", port, 1, 1, 120.0, 1)
+    runtime.init_distributed(0, 1, "127.0.0.1", port, LayoutSpec(), 120.0, 1)
     yield
     runtime.shutdown_distributed()
 

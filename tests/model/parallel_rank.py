@@ -20,13 +20,14 @@ from torch import Tensor
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.check_rank import round_trip_equal, row_logits
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.forward import MegatronModel, PipelineStage
 from nemo_rl_like.model.heads import output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader, write_weights
 from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
-from nemo_rl_like.model.mcore import get_forward_backward_func, parallel_state
+from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.router import RouterWatch
+from nemo_rl_like.model.schedule import run_stages
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec, RouterSpec
 from nemo_rl_like.tokens.batch import TokenBatch
@@ -42,6 +43,7 @@ LAYOUTS = (
     LayoutSpec(tp=2, pp=2),
     LayoutSpec(tp=2, pp=2, sp=True),
     LayoutSpec(cp=2, pp=2),
+    LayoutSpec(dp=2, pp=2, vpp=2),
 )
 MORE_LAYOUTS = (
     LayoutSpec(dp=4),
@@ -51,16 +53,20 @@ MORE_LAYOUTS = (
     LayoutSpec(cp=2, tp=2),
     LayoutSpec(cp=2, tp=2, sp=True),
     LayoutSpec(cp=4),
+    LayoutSpec(tp=2, pp=2, vpp=2, sp=True),
+    LayoutSpec(cp=2, pp=2, vpp=2),
+    LayoutSpec(pp=4),
 )
 """Run in the slow suite only."""
 EXPERT_LAYOUTS = (
-    LayoutSpec(dp=2, pp=2, ep=2),
+    LayoutSpec(dp=2, pp=2, vpp=2, ep=2),
     LayoutSpec(dp=2, tp=2, sp=True, ep=2, etp=1),
     LayoutSpec(cp=2, tp=2, sp=True, ep=4, etp=1),
 )
 """For models with experts only."""
 MORE_EXPERT_LAYOUTS = (
     LayoutSpec(dp=4, ep=2),
+    LayoutSpec(dp=2, pp=2, ep=2),
     LayoutSpec(dp=4, ep=4),
     LayoutSpec(dp=2, tp=2, sp=True, ep=2),
     LayoutSpec(dp=2, tp=2, sp=True, etp=1),
@@ -130,7 +136,7 @@ def run_four_ranks(folders: Mapping[str, Path], scratch: Path, *, every: bool) -
 
 def name_of(layout: LayoutSpec) -> str:
     """A layout in a word."""
-    axes = {"cp": layout.cp, "ep": layout.ep, "etp": layout.etp or 0}
+    axes = {"vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp or 0}
     further = "".join(f"{name}{size}" for name, size in axes.items() if size > (name != "etp"))
     return f"tp{layout.tp}pp{layout.pp}" + ("sp" if layout.sp else "") + further
 
@@ -138,11 +144,16 @@ def name_of(layout: LayoutSpec) -> str:
 def fits(family: str, layout: LayoutSpec) -> bool:
     """Whether a family runs in this layout."""
     heads = 4 if family in tiny.OWN_KEYS else 2
-    if heads % (layout.tp * layout.cp):
+    if heads % (layout.tp * layout.cp) or (layout.vpp > 1 and family not in tiny.DEEP):
         return False
     if family in tiny.MIXTURES:
         return layout.sp or layout.tp == 1
     return not for_experts(layout)
+
+
+def in_fast_suite(family: str, layout: LayoutSpec) -> bool:
+    """Whether the law of a family in this layout is not left to the slow suite."""
+    return layout in FEW and (family in QUICK or (layout.vpp > 1 and family in tiny.DEEP))
 
 
 def for_experts(layout: LayoutSpec) -> bool:
@@ -227,7 +238,7 @@ class _Rank:
         )
         self.facts[f"{case}/passes"] = len(passes)
         widths: list[int] = []
-        hook = model.decoder.layers[0].register_forward_pre_hook(
+        hook = model.first.decoder.layers[0].register_forward_pre_hook(
             lambda _, args, kwargs: widths.append(kwargs["hidden_states"].shape[0]), with_kwargs=True
         )
         with nullcontext() if router is None else watch_of(model).step(router, 1 / batch.rows, 1.0, runtime.device()):
@@ -236,7 +247,7 @@ class _Rank:
             self.tensors[f"{case}/metrics"] = watch_of(model).metrics()
         hook.remove()
         self.facts[f"{case}/widest"] = max(widths)
-        if parallel_state.get_tensor_model_parallel_rank() != 0 or not model.post_process:
+        if parallel_state.get_tensor_model_parallel_rank() != 0 or not model.has_head:
             flat.zero_()
         dist.all_reduce(flat)
         gradients = {name: p.main_grad for name, p in model.named_parameters()}
@@ -272,7 +283,7 @@ def run_schedule(model: MegatronModel, batch: TokenBatch, passes: list[MicroBatc
     weights, flat = tiny.token_weights(batch), torch.zeros(batch.tokens.numel())
 
     def forward_step(
-        batches: Iterator[MicroBatch], stage: MegatronModel
+        batches: Iterator[MicroBatch], stage: PipelineStage
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         micro_batch = next(batches)
         return stage(micro_batch), lambda hidden: loss(hidden, micro_batch)
@@ -297,18 +308,9 @@ def run_schedule(model: MegatronModel, batch: TokenBatch, passes: list[MicroBatc
 
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False), model
-    )
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(passes),
-        model=[ddp],
-        num_microbatches=len(passes),
-        seq_length=passes[0].input_ids.shape[1],
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    stages = [DistributedDataParallel(model.config, settings, stage) for stage in model.stages]
+    run_stages(model, passes, forward_step, training=True, wrapped=stages)
     return flat
 
 
@@ -323,18 +325,16 @@ def main(task: str) -> None:
             WORLD,
             "127.0.0.1",
             given["port"],
-            layout.tp,
-            layout.pp,
+            layout,
             120.0,
             1,
-            cp=layout.cp,
-            ep=layout.ep,
-            etp=layout.etp,
         )
         for family, folder in given["folders"].items():
-            if fits(family, layout) and (given["every"] or family in QUICK):
+            if fits(family, layout) and (given["every"] or in_fast_suite(family, layout)):
                 cases.family(family, Path(folder), layout)
-        cases.scratch_model(Path(given["folders"]["qwen3_moe" if for_experts(layout) else "mistral"]), layout)
+        made = "qwen3_moe" if for_experts(layout) else "mistral"
+        if fits(made, layout):
+            cases.scratch_model(Path(given["folders"][made]), layout)
     torch.save({"tensors": cases.tensors, "facts": cases.facts}, scratch / f"rank{rank}.pt")
     dist.barrier()
     runtime.shutdown_distributed()

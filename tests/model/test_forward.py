@@ -29,7 +29,7 @@ def logits_of(model: MegatronModel, row: torch.Tensor) -> torch.Tensor:
     from nemo_rl_like.model.attention_layouts import CausalLayout
 
     with torch.no_grad():
-        hidden = model.run_stage(row[None], torch.arange(len(row))[None], CausalLayout())
+        hidden = model.first.run_stage(row[None], torch.arange(len(row))[None], CausalLayout())
         return full_logits(hidden[:, 0], output_head(model))
 
 
@@ -46,7 +46,7 @@ def test_places_added_for_fp8_products_change_nothing(folders: dict[str, Path], 
     for fp8 in (None, "hybrid"):
         model.config.fp8, model.config.fp8_recipe = fp8, recipe
         widths.clear()
-        hook = model.decoder.layers[0].register_forward_pre_hook(
+        hook = model.first.decoder.layers[0].register_forward_pre_hook(
             lambda _, args, kwargs: widths.append(kwargs["hidden_states"].shape), with_kwargs=True
         )
         hidden = hidden_states(model, micro_batch)

@@ -220,6 +220,12 @@ def test_a_layout_that_does_not_divide_the_model_says_which_do() -> None:
     with pytest.raises(InputError, match=r"layout.cp is 2.*3 heads.*use cp in \[1, 3\]"):
         shape.check_layout(LayoutSpec(tp=2, cp=2))
     shape.check_layout(LayoutSpec(tp=2, pp=3, cp=3))
+    with pytest.raises(
+        InputError, match=r"layout.vpp is 2.*2 \* 2 stages.*5 layers; change pp, which does not divide 5"
+    ):
+        shape.check_layout(LayoutSpec(pp=2, vpp=2))
+    with pytest.raises(InputError, match=r"layout.vpp is 3.*5 layers; use vpp in \[1\]"):
+        shape.check_layout(LayoutSpec(pp=5, vpp=3))
     assert [list(shape.layers_of_stage(i, 3)) for i in range(3)] == [[0, 1], [2, 3], [4]]
 
 

@@ -57,9 +57,16 @@ def test_context_parallelism_makes_long_micro_batches_fit() -> None:
 
 
 def test_the_bubble_is_that_of_the_pipeline_schedule() -> None:
-    (planned, *_) = plan(EIGHT, {"tp": 2, "pp": 4})
-    assert planned.micro_batches == (1 << 20) // 16384
-    assert planned.bubble == pytest.approx(3 / (64 + 3))
+    for vpp in (1, 2):
+        (planned, *_) = plan(EIGHT, {"tp": 2, "pp": 4, "vpp": vpp})
+        assert planned.micro_batches == (1 << 20) // 16384
+        assert planned.bubble == pytest.approx(3 / (vpp * 64 + 3))
+
+
+def test_stages_are_interleaved_where_layers_divide_and_micro_batches_go_round_the_ranks() -> None:
+    assert {p.layout.vpp for p in plan(EIGHT, {"pp": 2})} == {1, 2, 4}
+    few = replace(EIGHT, step_tokens=16384)
+    assert {p.layout.vpp for p in plan(few, {"pp": 2})} == {1}
 
 
 def test_sizes_asked_for_are_kept() -> None:

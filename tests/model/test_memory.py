@@ -18,8 +18,8 @@ LLAMA, QWEN = KNOWN_SHAPES["llama-3.1-8b"], KNOWN_SHAPES["qwen3-235b-a22b"]
 ROWS = MicroBatchShape.packed(4096, 1024)
 
 
-def memory(layout: LayoutSpec, dtype: Dtype = "bfloat16", stage: int = 0, micro_batches: int = 8) -> Memory:
-    return Training(LLAMA, dtype, ROWS, micro_batches).memory(layout, stage)
+def memory(layout: LayoutSpec, dtype: Dtype = "bfloat16", rank: int = 0, micro_batches: int = 8) -> Memory:
+    return Training(LLAMA, dtype, ROWS, micro_batches).memory(layout, rank)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,22 @@ def test_experts_are_shared_by_ep_and_etp_and_their_state_by_the_ranks_that_hold
 
 def test_an_earlier_stage_keeps_more_micro_batches_but_never_more_than_there_are() -> None:
     layout = LayoutSpec(pp=4)
-    first, second = (memory(layout, stage=stage) for stage in (0, 1))
+    first, second = (memory(layout, rank=rank) for rank in (0, 1))
     assert first.activations * 3 == second.activations * 4
     assert memory(layout, micro_batches=2).activations * 2 == first.activations
 
 
+def test_an_interleaved_pipeline_holds_a_round_of_the_ranks_for_each_stage_but_one() -> None:
+    plain, interleaved = memory(LayoutSpec(pp=4)), memory(LayoutSpec(pp=4, vpp=2))
+    assert interleaved.parameters == plain.parameters
+    # 2 * 3 + 4 + 1 passes of half the layers, against 4 of all of them.
+    assert interleaved.activations == pytest.approx(plain.activations * 11 / 8, rel=0.1)
+    assert memory(LayoutSpec(pp=4, vpp=2), micro_batches=4).activations < interleaved.activations
+
+
 def test_the_head_is_on_the_last_stage_and_grows_with_its_chunks() -> None:
     layout = LayoutSpec(pp=4)
-    assert memory(layout, stage=0).head == 0
+    assert memory(layout, rank=0).head == 0
     small, large = (
         Training(LLAMA, "bfloat16", ROWS, 8, HeadShape(chunk)).memory(layout, 3).head for chunk in (256, 4096)
     )

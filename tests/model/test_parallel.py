@@ -14,20 +14,20 @@ from tests.model.parallel_rank import (
     EVERY,
     FEW,
     KINDS,
-    QUICK,
     ROUTER,
     TEMPERATURE,
     WORLD,
     Results,
     fits,
     for_experts,
+    in_fast_suite,
     name_of,
     runs,
 )
 
 pytestmark = pytest.mark.timeout(1000)
 CASES = [
-    pytest.param(family, name_of(layout), marks=() if layout in FEW and family in QUICK else pytest.mark.slow)
+    pytest.param(family, name_of(layout), marks=() if in_fast_suite(family, layout) else pytest.mark.slow)
     for family in tiny.FAMILIES
     for layout in EVERY
     if fits(family, layout)

@@ -70,7 +70,7 @@ def test_frequencies_and_amplitude_are_those_of_transformers(scaling: RopeScalin
 def logits_of(config: ModelConfig, folder: Path, ids: torch.Tensor) -> torch.Tensor:
     with SafetensorsReader(folder) as reader, torch.no_grad():
         model = build_model(config, LayoutSpec(), torch.float32, weights=reader)
-        hidden = model.run_stage(ids[None], torch.arange(len(ids))[None], CausalLayout())
+        hidden = model.first.run_stage(ids[None], torch.arange(len(ids))[None], CausalLayout())
         return full_logits(hidden[:, 0], output_head(model))
 
 

@@ -12,6 +12,7 @@ import torch
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.cpu_shim import CpuRngTracker
+from nemo_rl_like.spec.policy import LayoutSpec
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 
@@ -22,13 +23,14 @@ warnings.simplefilter("always")
 import torch
 zeros, current = torch.zeros, torch.cuda.current_device
 from nemo_rl_like.model import mcore, runtime
+from nemo_rl_like.spec.policy import LayoutSpec
 from megatron.core.tensor_parallel import layers, random
 assert torch.zeros is zeros and torch.cuda.current_device is current
 assert layers.torch is not torch and layers.torch.nn is torch.nn
 assert layers.torch.zeros(2, device="cuda").device.type == "cpu"
 assert layers.torch.cuda.current_device() == torch.device("cpu")
 assert not torch.cuda.is_available()
-runtime.init_distributed(0, 1, "127.0.0.1", int(sys.argv[1]), 1, 1, 60.0, 1)
+runtime.init_distributed(0, 1, "127.0.0.1", int(sys.argv[1]), LayoutSpec(), 60.0, 1)
 runtime.manual_seed(3)
 first = torch.rand(1)
 with random.get_cuda_rng_tracker().fork():
@@ -93,9 +95,9 @@ def test_what_needs_a_gpu_says_why() -> None:
     assert runtime.backend() == "gloo"
 
 
-def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
-    with pytest.raises(InputError, match=r"world size 3 is not a multiple of tp \* cp \* pp = 2 \* 1 \* 1"):
-        runtime.init_distributed(0, 3, "127.0.0.1", 1, 2, 1, 1.0)
+def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
+    with pytest.raises(InputError, match=r"tp \* cp \* pp \* dp = 2 \* 1 \* 1 \* 1 = 2 ranks, and the world 3"):
+        runtime.init_distributed(0, 3, "127.0.0.1", 1, LayoutSpec(tp=2), 1.0)
 
 
 def test_a_random_state_goes_on_where_it_stopped() -> None:

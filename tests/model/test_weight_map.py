@@ -96,7 +96,7 @@ def test_every_parameter_must_be_given_when_tensors_are_exported(folders: dict[s
     shape = ModelConfig.from_hf_folder(folders["llama"])
     model = build_model(shape, LayoutSpec(), torch.float32, seed=1)
     moments = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    moments.pop("decoder.final_layernorm.weight")
+    moments.pop("pipeline.0.decoder.final_layernorm.weight")
     with pytest.raises(ValueError, match="final_layernorm"):
         list(WeightMap(shape).iter_hf(model, moments))
 

@@ -45,6 +45,8 @@ FROM_ONE = ("gemma2", "gemma3_text", "nemotron")
 """Families whose norms multiply by 1 + weight."""
 OWN_KEYS = ("mistral", "qwen3_moe")
 """Families with a key and value head for each of the four query heads, the others have two."""
+DEEP = ("llama_tied", "qwen3_moe")
+"""Families with four layers, which two interleaved stages on each of two ranks share; the others have three."""
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -63,7 +65,8 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     """A random model whose logits depend strongly on every weight: nothing keeps its initial one or zero."""
     torch.manual_seed(seed)
     if family.startswith("llama"):
-        model = LlamaForCausalLM(LlamaConfig(**_SHAPE, head_dim=16, tie_word_embeddings=family == "llama_tied"))
+        tied = {"num_hidden_layers": 4, "tie_word_embeddings": True} if family == "llama_tied" else {}
+        model = LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **tied}, head_dim=16))
     elif family == "mistral":
         model = MistralForCausalLM(MistralConfig(**{**_SHAPE, **_OWN_KEYS}, head_dim=16, sliding_window=7))
     elif family == "qwen2":
@@ -86,7 +89,8 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
         model = MixtralForCausalLM(MixtralConfig(**_SHAPE, head_dim=16, **experts))
     elif family == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": False}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**_SHAPE, **_OWN_KEYS}, head_dim=16, **experts))
+        shape = {**_SHAPE, **_OWN_KEYS, "num_hidden_layers": 4}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, head_dim=16, **experts))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=32))
     with torch.no_grad():

@@ -74,15 +74,14 @@ def joint(rank: int, world: int, port: int, folder: Path, layout: LayoutSpec) ->
     batch, text = weighted_batch(), text_batch()
 
     def gradient(*, own: bool, further: bool) -> torch.Tensor:
-        ddp = this.backend.ddp
-        ddp.zero_grad_buffer()
+        this.backend.zero_grad()
         if further:
             this._add_gradients(text, PTX)
         if own:
             walk_of(this, batch)
         else:
             walk_of(this, text, scale=0.0)
-        return torch.cat([p.main_grad.flatten().double() for p in ddp.parameters()])
+        return torch.cat([p.main_grad.flatten().double() for p in this.model.parameters()])
 
     def walk_of(rank: PolicyRank, rows: TokenBatch, scale: float = 1.0) -> None:
         stats = OBJECTIVE.prepare(rows)

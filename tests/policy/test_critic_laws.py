@@ -19,7 +19,14 @@ from tests.policy.ranks import context_of, run_ranks, save_checkpoint, state_of
 from tests.policy.test_laws import BETA1, VOCAB, make_batch, make_folder
 
 CLIP = 0.2
-LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2))
+LAYOUTS = (
+    LayoutSpec(dp=2),
+    LayoutSpec(tp=2),
+    LayoutSpec(pp=2),
+    LayoutSpec(pp=2, vpp=2),
+    LayoutSpec(tp=2, sp=True),
+    LayoutSpec(cp=2),
+)
 
 
 def save_classifier(folder: Path) -> Path:

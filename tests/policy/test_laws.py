@@ -158,6 +158,7 @@ TWO_RANKS = [
             LayoutSpec(dp=2),
             LayoutSpec(tp=2),
             LayoutSpec(pp=2),
+            LayoutSpec(pp=2, vpp=2),
             LayoutSpec(tp=2, sp=True),
             LayoutSpec(cp=2),
         )
@@ -240,6 +241,7 @@ def test_gradient_is_the_plain_one_over_four_ranks(
     folders: dict[str, Path], references: dict[str, Reference], tmp_path: Path
 ) -> None:
     layouts = [LayoutSpec(tp=2, pp=2), LayoutSpec(dp=2, tp=2), LayoutSpec(dp=2, pp=2), LayoutSpec(tp=2, pp=2, sp=True)]
+    layouts += [LayoutSpec(dp=2, pp=2, vpp=2), LayoutSpec(cp=2, pp=2, vpp=2), LayoutSpec(pp=4)]
     cases = [(folder, PolicySpec(layout=layout), None) for folder in folders.values() for layout in layouts]
     made = run_ranks(steps, 4, tmp_path, cases)
     for index, got in enumerate(made):

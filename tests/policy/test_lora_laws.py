@@ -28,7 +28,14 @@ SOME = LoraSpec(rank=3, alpha=2.0, rslora=True, targets=("v_proj", "q_proj", "up
 DORA = LoraSpec(rank=3, alpha=4.0, dora=True, targets=("v_proj", "q_proj", "o_proj", "up_proj", "down_proj"))
 SECTIONS = ("weights", ADAPTER, "optimizer")
 KINDS = ("shared_prefix", "packed", "padded")
-LAYOUTS = (LayoutSpec(dp=2), LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(tp=2, sp=True), LayoutSpec(cp=2))
+LAYOUTS = (
+    LayoutSpec(dp=2),
+    LayoutSpec(tp=2),
+    LayoutSpec(pp=2),
+    LayoutSpec(pp=2, vpp=2),
+    LayoutSpec(tp=2, sp=True),
+    LayoutSpec(cp=2),
+)
 
 
 @dataclass(frozen=True)

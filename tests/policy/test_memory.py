@@ -25,6 +25,7 @@ LAYOUTS = {
     "tp2": LayoutSpec(tp=2),
     "tp2 sp": LayoutSpec(tp=2, sp=True),
     "pp2": LayoutSpec(pp=2),
+    "pp2 vpp2": LayoutSpec(pp=2, vpp=2),
     "cp2": LayoutSpec(cp=2),
 }
 EXPERT_LAYOUTS = {

@@ -161,6 +161,8 @@ def test_a_damaged_model_folder_is_refused(
         (("policy.layout.dp=2", "policy.layout.ep=2", "cluster.devices=2"), ("has `ep` or `etp`", "no experts")),
         (("policy.layout.ep=2",), ("`ep` * `etp` is 2 * 1", "`dp` * `cp` * `tp` (1 * 1 * 1)", "raise `dp`")),
         (("policy.router.z_loss=0.1",), ("`policy.router` has losses", "no experts")),
+        (("policy.layout.vpp=2",), ("`vpp` gives", "`pp` is 1")),
+        (("policy.layout={pp: 2, vpp: 2}", "cluster.devices=2"), ("layout.vpp is 2", "2 layers", "use vpp in [1]")),
         (("policy.recompute={kind: selective, layers: 2}",), ("`layers` goes with `kind: full`",)),
         (("model.init.family=mixtral",), ("needs `experts`",)),
         (("model.init.experts=4",), ("has no `experts`",)),

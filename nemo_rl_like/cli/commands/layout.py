@@ -93,7 +93,7 @@ def _as_json(planned: Planned) -> dict[str, JSON]:
         "recompute": None if planned.recompute is None else planned.recompute.model_dump(mode="json"),
         "bytes": {**planned.memory.parts, "total": planned.memory.total},
         "host_bytes": planned.memory.host,
-        "stage": planned.memory.stage,
+        "pipeline_rank": planned.memory.rank,
         "micro_batches": planned.micro_batches,
         "bubble": round(planned.bubble, 4),
         "reasons": list(planned.reasons),
@@ -143,7 +143,7 @@ def _line(planned: Planned) -> str:
 def _sizes(planned: Planned) -> dict[str, str]:
     """The layout's columns; a dense model has none for experts."""
     spec = planned.layout
-    sizes = {"tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "dp": spec.dp}
+    sizes = {"tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "vpp": spec.vpp, "dp": spec.dp}
     if planned.question.config.experts is not None:
         sizes |= {"ep": spec.ep, "etp": spec.expert_tp}
     return {**{name: str(size) for name, size in sizes.items()}, "sp": "yes" if spec.sp else "no"}
