@@ -18,6 +18,9 @@ Layers = Literal["local", "transformer_engine"]
 FLOAT32, INT64 = 4, 8
 """Bytes of an element."""
 
+GENERATORS = 2 * 5056
+"""Bytes of random states that Megatron keeps of a part that is computed again: torch's and its own; on a GPU they are a few, or the host's."""
+
 KEPT_EXPONENTIALS = 1 << 29
 """Exponentials that the output head may keep for its backward, in bytes; those of one chunk are kept at any size."""
 
@@ -86,7 +89,7 @@ class Activations:
         """What one micro-batch holds on one of the pipeline's `layout.stages` between its forward and its backward, without the head's chunks."""
         whole, again = self._layers(stage)
         # A layer that is computed again keeps its input.
-        held = self._inputs() + self._rotary() + whole * self.layer() + again * self._residual
+        held = self._inputs() + self._rotary() + whole * self.layer() + again * (self._residual + self._generators(1))
         if stage < self.layout.stages - 1:
             return held + self._residual  # the output sent to the next stage stays in the schedule's list
         final_norm = self._residual + FLOAT32 * self._part  # _RmsNorm: x, scale
@@ -94,7 +97,11 @@ class Activations:
 
     def layer(self) -> int:
         """What one layer keeps, without what is inside modules that are computed again."""
-        return self._whole_layer() - self._again_in_attention() - self._again_in_feed_forward()
+        inside = (self._again_in_attention(), self._again_in_feed_forward())
+        return self._whole_layer() - sum(inside) + self._generators(sum(part > 0 for part in inside))
+
+    def _generators(self, parts: int) -> int:
+        return GENERATORS * parts * (self.layers == "local")
 
     def _whole_layer(self) -> int:
         return 2 * self._norm() + self.attention() + self.feed_forward()
@@ -120,9 +127,8 @@ class Activations:
         """Queries, keys and values as attention's checkpoint saves them, and its output, which linear_proj saves."""
         q, k = self._queries, self._keys
         copied = self._keys > self.config.head_dim  # with one group of heads, queries are a view
-        if (
-            self.config.traits.qk_norm
-        ):  # the norms' inputs and scales; rotated queries and keys are tensors of their own
+        if self.config.traits.qk_norm:
+            # The norms' inputs and scales; rotated queries and keys are tensors of their own.
             norms = (q + 2 * k + q * copied) * self.itemsize + FLOAT32 * (q + k) // self.config.head_dim
             return self._tokens * (norms + (2 * q + k) * self.itemsize)
         # Keys are a view of one tensor with the queries (_SplitHeads) or, on Transformer Engine, with queries and values.

@@ -28,7 +28,12 @@ OTHERS = {
     "history": Fp8Spec(recipe="delayed", amax_history_len=8),
     "margin": Fp8Spec(recipe="delayed", amax_history_len=4, margin=1),
 }
-LAYOUTS = {"tp2": LayoutSpec(tp=2, sp=True), "dp2": LayoutSpec(dp=2), "pp2": LayoutSpec(pp=2)}
+LAYOUTS = {
+    "tp2": LayoutSpec(tp=2, sp=True),
+    "dp2": LayoutSpec(dp=2),
+    "pp2": LayoutSpec(pp=2),
+    "vpp2": LayoutSpec(pp=2, vpp=2),
+}
 
 
 class StandIn(torch.nn.Module):
