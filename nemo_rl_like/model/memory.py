@@ -108,11 +108,6 @@ class Training:
             host=owned * self._host_bytes if self.offload_optimizer else 0,
         )
 
-    @property
-    def _host_bytes(self) -> int:
-        """Bytes of an owned parameter: weights and moments, the gradient, and weights rounded to 16 bits."""
-        return 3 * STATE + GRADIENT + (ITEMSIZE[self.dtype] if self.dtype != "float32" else 0)
-
     def _in_flight(self, layout: LayoutSpec, rank: int) -> int:
         """Forward passes of a stage that a rank has made when its first backward pass begins, and that many it then holds.
 
