@@ -15,12 +15,13 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention_layouts import PackedLayout
 from nemo_rl_like.model.check import EQUAL_FILE, LOGITS_FILE, TOKENS_FILE
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel, PipelineStage, hidden_states, whole_sequences
+from nemo_rl_like.model.forward import MegatronModel, hidden_states, whole_sequences
 from nemo_rl_like.model.heads import full_logits, output_head
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.pipeline_stage import PipelineStage
 from nemo_rl_like.model.schedule import run_stages
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec

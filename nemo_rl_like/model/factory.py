@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.forward import LayerSpecs, MegatronModel, fp8_alignment
+from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.local_layers import local_layer_spec
@@ -16,6 +16,7 @@ from nemo_rl_like.model.mcore import (
     parallel_state,
 )
 from nemo_rl_like.model.megatron_config import transformer_config
+from nemo_rl_like.model.pipeline_stage import LayerSpecs, fp8_alignment
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec, RecomputeSpec

@@ -6,8 +6,7 @@ scored tokens is left out.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,6 +22,7 @@ from nemo_rl_like.model.attention_layouts import (
     similar_lengths,
 )
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.packing import Rooms, Unit, deal, merged
 from nemo_rl_like.model.row_places import RowPlaces
 from nemo_rl_like.tokens.batch import TokenBatch
 
@@ -120,10 +120,10 @@ def plan_microbatches(
     planner = _Planner(batch, rows, kind, token_budget, with_row_places, token_keys)
     units = planner.units()
     if together is not None:
-        units = _merged(units, together.tolist())
+        units = merged(units, together.tolist())
     hands, costs = [units], [1.0]
     if dp_size > 1:
-        hands, costs = _deal(units, dp_size, lambda unit: planner.cost(unit, pair_cost))
+        hands, costs = deal(units, dp_size, lambda unit: planner.cost(unit, pair_cost))
     passes = [planner.passes(hand) for hand in hands]
     count = max(1, max(len(p) for p in passes))
     mine = [planner.build(p) for p in passes[dp_rank]]
@@ -141,15 +141,6 @@ def attention_pair_cost(config: ModelConfig) -> float:
     are left out: they cost as much for a token of a short row as for one of a long row.
     """
     return 4 * config.heads * config.head_dim / (2 * config.active_parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Rows that go into one pass together."""
-
-    rows: tuple[int, ...]
-    tokens: int
-    """Input tokens; under `padded`, the row's length."""
 
 
 class _Planner:
@@ -183,30 +174,30 @@ class _Planner:
         lengths: list[int] = torch.where(scored, end, torch.zeros_like(end)).tolist()
         return lengths
 
-    def units(self) -> list[_Unit]:
+    def units(self) -> list[Unit]:
         """What must not be split: rows, or under `shared_prefix` all rows of one prompt as far as they fit the budget."""
         if self._kind != "shared_prefix":
-            return [_Unit((row,), self._length[row]) for row in self._rows]
+            return [Unit((row,), self._length[row]) for row in self._rows]
         groups: dict[int, list[int]] = {}
         prompt_id = self._batch.prompt_id.tolist()
         for row in self._rows:
             groups.setdefault(prompt_id[row], []).append(row)
         return [unit for rows in groups.values() for unit in self._split_group(rows)]
 
-    def _split_group(self, rows: list[int]) -> list[_Unit]:
+    def _split_group(self, rows: list[int]) -> list[Unit]:
         self._check_one_prompt(rows)
         prompt = self._prompt[rows[0]]
-        units: list[_Unit] = []
+        units: list[Unit] = []
         members: list[int] = []
         tokens = prompt
         for row in rows:
             own = self._length[row] - prompt
             if members and tokens + own > self._budget:
-                units.append(_Unit(tuple(members), tokens))
+                units.append(Unit(tuple(members), tokens))
                 members, tokens = [], prompt
             members.append(row)
             tokens += own
-        units.append(_Unit(tuple(members), tokens))
+        units.append(Unit(tuple(members), tokens))
         return units
 
     def _check_one_prompt(self, rows: list[int]) -> None:
@@ -222,7 +213,7 @@ class _Planner:
             f"rows {rows} share prompt_id {name} but not their prompt tokens; give them prompt ids of their own"
         )
 
-    def cost(self, unit: _Unit, pair_cost: float) -> float:
+    def cost(self, unit: Unit, pair_cost: float) -> float:
         """Tokens of the unit, and its attention in tokens."""
         pairs = 0
         shared = self._prompt[unit.rows[0]] if self._kind == "shared_prefix" else 0
@@ -231,24 +222,24 @@ class _Planner:
             pairs += own * shared + own * (own + 1) // 2
         return unit.tokens + pair_cost * (pairs + shared * (shared + 1) // 2)
 
-    def passes(self, units: list[_Unit]) -> list[list[_Unit]]:
+    def passes(self, units: list[Unit]) -> list[list[Unit]]:
         """Units of one rank -> passes that keep to the token budget."""
         longest_first = sorted(units, key=lambda unit: -unit.tokens)
         if self._kind == "padded":
             return self._fill_padded(longest_first)
         return self._fill_flat(longest_first)
 
-    def _fill_flat(self, units: list[_Unit]) -> list[list[_Unit]]:
+    def _fill_flat(self, units: list[Unit]) -> list[list[Unit]]:
         """First fit, longest first; a unit above the budget takes a pass of its own."""
-        rooms = _Rooms(len(units), self._budget)
-        bins: list[list[_Unit]] = [[] for _ in units]
+        rooms = Rooms(len(units), self._budget)
+        bins: list[list[Unit]] = [[] for _ in units]
         for unit in units:
             bins[rooms.take(unit.tokens)].append(unit)
         return [filled for filled in bins if filled]
 
-    def _fill_padded(self, units: list[_Unit]) -> list[list[_Unit]]:
+    def _fill_padded(self, units: list[Unit]) -> list[list[Unit]]:
         """Rows of similar length; a pass costs rows times its longest row."""
-        bins: list[list[_Unit]] = []
+        bins: list[list[Unit]] = []
         for unit in units:
             if bins and (len(bins[-1]) + 1) * bins[-1][0].tokens <= self._budget:
                 bins[-1].append(unit)
@@ -256,7 +247,7 @@ class _Planner:
                 bins.append([unit])
         return bins
 
-    def build(self, units: list[_Unit]) -> MicroBatch:
+    def build(self, units: list[Unit]) -> MicroBatch:
         """Lay out one pass."""
         if self._kind == "shared_prefix":
             return self._shared_prefix(units)
@@ -286,7 +277,7 @@ class _Planner:
         built = self._micro_batch(rows, tokens, positions[None], layout, places, places + self._prompts(rows))
         return self._keyed(built, source[None])
 
-    def _shared_prefix(self, units: list[_Unit]) -> MicroBatch:
+    def _shared_prefix(self, units: list[Unit]) -> MicroBatch:
         ordered = sorted(units, key=lambda unit: self._prompt[unit.rows[0]])
         parts = [
             _PrefixPart([ordered[i].rows for i in part], self._start, self._prompt, self._length)
@@ -394,55 +385,6 @@ class _PrefixPart:
         """How these tokens attend when they start at `offset`."""
         responses = [(g, n) for g, n in zip(self._group, self._own, strict=True) if n > 0]
         return PrefixBlock.of(offset, self._prompt_lengths, responses)
-
-
-class _Rooms:
-    """Free tokens of passes in order, as a tree of maxima: finds the first pass with enough room in log(passes) steps."""
-
-    def __init__(self, count: int, budget: int) -> None:
-        self._budget = budget
-        self._size = 1 << max(count - 1, 0).bit_length()
-        self._most = [budget] * (2 * self._size)
-        """Node i has the children 2i and 2i + 1; the leaves are the passes."""
-
-    def take(self, tokens: int) -> int:
-        """The first pass with room for `tokens`, which then has that much less; for more than the budget the first empty one."""
-        asked, node = min(tokens, self._budget), 1
-        while node < self._size:
-            node = 2 * node if self._most[2 * node] >= asked else 2 * node + 1
-        self._most[node] -= asked
-        index = node - self._size
-        while node > 1:
-            node //= 2
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
-        return index
-
-
-def _merged(units: list[_Unit], together: list[int]) -> list[_Unit]:
-    """Units that hold rows of the same number become one, in the order of their first ones."""
-    owner: dict[int, int] = {}
-    merged: dict[int, _Unit] = {}
-    for i, unit in enumerate(units):
-        names = {together[row] for row in unit.rows}
-        whole = unit
-        for other in sorted({owner[name] for name in names if name in owner}):
-            part = merged.pop(other)
-            names |= {together[row] for row in part.rows}
-            whole = _Unit((*part.rows, *whole.rows), part.tokens + whole.tokens)
-        merged[i] = whole
-        owner.update(dict.fromkeys(names, i))
-    return list(merged.values())
-
-
-def _deal(units: list[_Unit], ranks: int, cost: Callable[[_Unit], float]) -> tuple[list[list[_Unit]], list[float]]:
-    """Dearest unit first, each to the rank with the least to do so far; the units of each rank, and what they cost."""
-    hands: list[list[_Unit]] = [[] for _ in range(ranks)]
-    load = [(0.0, rank) for rank in range(ranks)]
-    for price, unit in sorted(((cost(unit), unit) for unit in units), key=lambda priced: -priced[0]):
-        so_far, rank = heapq.heappop(load)
-        hands[rank].append(unit)
-        heapq.heappush(load, (so_far + price, rank))
-    return hands, [so_far for so_far, _ in load]
 
 
 def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ from nemo_rl_like.algorithms.objectives import Outputs
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel, PipelineStage
+from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
@@ -23,6 +23,7 @@ from nemo_rl_like.model.host_weights import HostWeights
 from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost
 from nemo_rl_like.model.lora import adapters_off, add_adapters
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.pipeline_stage import PipelineStage
 from nemo_rl_like.model.prefix import add_prefixes
 from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.schedule import Reduce

@@ -20,12 +20,13 @@ from torch import Tensor
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.check_rank import round_trip_equal, row_logits
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel, PipelineStage
+from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader, write_weights
 from nemo_rl_like.model.layouts import Kind, MicroBatch, plan_microbatches
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.pipeline_stage import PipelineStage
 from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.schedule import run_stages
 from nemo_rl_like.model.weight_map import WeightMap

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from nemo_rl_like.model.factory import build_model
-from nemo_rl_like.model.forward import MegatronModel, fp8_alignment, hidden_states, select_places
+from nemo_rl_like.model.forward import MegatronModel, hidden_states
 from nemo_rl_like.model.heads import full_logits, output_head, token_logprobs
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.layouts import Kind, plan_microbatches
+from nemo_rl_like.model.pipeline_stage import fp8_alignment, select_places
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.layouts import Kind, MicroBatch, _Rooms, attention_pair_cost, plan_microbatches
+from nemo_rl_like.model.layouts import Kind, MicroBatch, attention_pair_cost, plan_microbatches
+from nemo_rl_like.model.packing import Rooms
 from nemo_rl_like.tokens.batch import Row, TokenBatch, batch_rows
 
 KINDS = st.sampled_from(["padded", "packed", "shared_prefix"])
@@ -173,7 +174,7 @@ def test_rows_of_one_number_share_a_pass(batch: TokenBatch, kind: Kind, dp: int,
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 10))
 def test_passes_are_those_of_first_fit_by_hand(sizes: list[int], budget: int) -> None:
-    rooms, made = _Rooms(len(sizes), budget), []
+    rooms, made = Rooms(len(sizes), budget), []
     free: list[int] = []
     for size in sorted(sizes, reverse=True):
         place = next((i for i, room in enumerate(free) if room >= size), None)
