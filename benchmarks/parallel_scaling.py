@@ -53,6 +53,7 @@ LAYOUTS: Mapping[str, tuple[ModelConfig, Sequence[LayoutSpec]]] = {
             LayoutSpec(tp=2),
             LayoutSpec(tp=2, sp=True),
             LayoutSpec(pp=2),
+            LayoutSpec(pp=2, vpp=2),
             LayoutSpec(cp=2),
             LayoutSpec(dp=4),
             LayoutSpec(dp=2, tp=2, sp=True),
