@@ -39,9 +39,6 @@ RECOMPUTED = {
     "llama, pp2, recomputed": ("llama, recompute", LayoutSpec(pp=2)),
     "llama, cp2, core_attn recomputed": ("llama, recompute core_attn", LayoutSpec(cp=2)),
 }
-ONE_LAYER = "experts, ep2, recomputed"
-"""Of several layers that are computed again, the peak is that of the one whose experts this rank has most tokens of; of one, ranks' peaks are
-right on average."""
 LONGER = {"prompt": 56, "response": 200, "micro_batch_tokens": 512}
 """Longer rows: activations must outweigh the copies of its buffers that gloo makes to sum them."""
 
@@ -97,16 +94,6 @@ def test_a_head_that_keeps_few_chunks_holds_one_more_while_it_makes_the_next(tmp
     assert_within({name: found[name][0]})
 
 
-def one_layer() -> tuple[str, dict[str, Any]]:
-    """A layer of experts on two ranks, and one long pass."""
-    sys.path.insert(0, BENCHMARKS)
-    import memory
-
-    name = "qwen3_moe, recompute"
-    config = replace(memory.CASES[name].config, layers=1)
-    return name, LONGER | {"config": config, "layout": LayoutSpec(dp=2, ep=2), "micro_batch_tokens": 4096}
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Both ranks of every layout, in one start."""
@@ -114,7 +101,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
     cases |= {f"experts, {name}": ("qwen3_moe, micro-batches of two rows", at) for name, at in EXPERT_LAYOUTS.items()}
     cases |= RECOMPUTED
     longer = {name: (base, LONGER | {"layout": layout}) for name, (base, layout) in cases.items()}
-    longer[ONE_LAYER] = one_layer()
     return run_ranks(compared, 2, tmp_path_factory.mktemp("ranks"), longer, timeout_s=TIMEOUT_S)
 
 
@@ -127,7 +113,7 @@ def test_every_rank_of_a_layout_holds_what_is_estimated(case: str, two_ranks: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [f"experts, {name}" for name in EXPERT_LAYOUTS] + [ONE_LAYER])
+@pytest.mark.parametrize("case", [f"experts, {name}" for name in EXPERT_LAYOUTS])
 def test_ranks_with_experts_hold_what_is_estimated_on_average(case: str, two_ranks: Any) -> None:
     """A rank whose experts are chosen more often than others holds more, which no estimate can know."""
     ranks = two_ranks[case]
