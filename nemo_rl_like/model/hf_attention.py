@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nemo_rl_like.model.families import Family, Windows
 from nemo_rl_like.model.hf_fields import HfFields
+
+if TYPE_CHECKING:  # planning reads shapes without torch
+    from torch import Tensor
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _TYPES = "layer_types"

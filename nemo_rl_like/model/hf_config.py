@@ -15,7 +15,7 @@ from nemo_rl_like.model.hf_experts import ExpertsConfig, ExpertsReader, common_d
 from nemo_rl_like.model.hf_fields import HfFields
 from nemo_rl_like.model.hf_latent import LatentConfig, LatentReader
 from nemo_rl_like.model.hf_rope import RopeReader, rope_by_layer, rope_to_hf_dict
-from nemo_rl_like.model.rope import score_amplitude
+from nemo_rl_like.model.yarn import score_amplitude
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 

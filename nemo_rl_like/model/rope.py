@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from nemo_rl_like.model.yarn import temperature
 from nemo_rl_like.spec.model import LinearRope, Llama3Rope, RopeScalingSpec, YarnRope
 
 
@@ -31,19 +32,8 @@ def rotary_amplitude(scaling: RopeScalingSpec | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale is None or scaling.mscale_all_dim is None:
-        return _temperature(scaling.factor)
-    return _temperature(scaling.factor, scaling.mscale) / _temperature(scaling.factor, scaling.mscale_all_dim)
-
-
-def score_amplitude(scaling: RopeScalingSpec | None) -> float:
-    """The part of YaRN's temperature that queries and keys carry whole, where positions turn a part of them only (`mscale_all_dim`)."""
-    if not isinstance(scaling, YarnRope) or scaling.mscale_all_dim is None:
-        return 1.0
-    return _temperature(scaling.factor, scaling.mscale_all_dim)
-
-
-def _temperature(factor: float, scale: float = 1.0) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return temperature(scaling.factor)
+    return temperature(scaling.factor, scaling.mscale) / temperature(scaling.factor, scaling.mscale_all_dim)
 
 
 def _llama3(plain: Tensor, scaling: Llama3Rope) -> Tensor:

@@ -73,7 +73,7 @@ def test_what_is_done_is_skipped_with_a_reason_and_not_touched(tmp_path: Path) -
         ({"seed": 2}, ["sft", "rl", "evaluate", "export"], "seed: 1 -> 2"),
         ({"environment": {"name": "x"}}, ["sft", "rl", "evaluate", "export"], "environment.name"),
         ({"engine": {"kind": "vllm"}}, ["rl", "evaluate", "export"], "engine.kind"),
-        ({"policy": {"lora": {"rank": 4}}}, ["sft", "rl", "evaluate", "export"], "policy.lora.rank: None -> 4"),
+        ({"policy": {"lora": {"rank": 4}}}, ["sft", "rl", "evaluate", "export"], "policy.lora.alpha: None -> 32.0"),
     ],
 )
 def test_what_changed_runs_again_together_with_all_that_builds_on_it(

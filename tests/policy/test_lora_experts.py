@@ -143,7 +143,7 @@ def test_experts_adapters_are_those_of_float64_in_more_layouts(folders: Folders,
         check(run_ranks(steps, ranks, tmp_path, folders, fitting), folders)
 
 
-@pytest.mark.parametrize("family", tiny.MIXTURES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_peft_loads_them_as_the_merged_model(family: str, tmp_path: Path) -> None:
     folders = make(tmp_path, family)
     adapters, ids = load_file(folders.peft / "adapter_model.safetensors"), make_batch().tokens[None, :20]

@@ -18,7 +18,7 @@ from tests.policy.step_laws import PLAIN, UPDATES, loaded, one_rank, rows_of_upd
 from tests.policy.test_laws import TEMPERATURE, VOCAB, make_batch, make_folder
 from tests.tiny_folders import save_biased_qwen2
 
-PLANNING = {"rank.py:_walk", "rank.py:train_step"}
+PLANNING = {"rank.py:_walk", "rank.py:_passes", "rank.py:train_step"}
 """Which rows to walk and how many they are: the batch's own fields, on the CPU by contract."""
 PLANNING_FILES = {"layouts.py", "attention_layouts.py", "batch.py", "aggregation.py", "gap.py"}
 """Read nothing but the batch's own fields: plans of micro-batches, counts, weights and the mask of the gap."""
@@ -131,7 +131,7 @@ def test_a_step_makes_one_copy_from_the_device(made: dict[str, Any]) -> None:
         if place not in PLANNING and place.split(":")[0] not in PLANNING_FILES and not place.endswith(":prepare")
     }
     assert device_path == {"rank.py:_report": 1}, copies
-    assert copies["rank.py:_walk"] == 2 and copies["rank.py:train_step"] == 1, (
+    assert copies["rank.py:_passes"] == 2 and copies["rank.py:train_step"] == 1, (
         "rows.nonzero().tolist(), live_rows.sum()"
     )
 

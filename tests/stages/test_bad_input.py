@@ -182,7 +182,10 @@ def test_a_damaged_model_folder_is_refused(
         (("policy.recompute={kind: selective, layers: 2}",), ("`layers` goes with `kind: full`",)),
         (("model.init.family=mixtral",), ("needs `experts`",)),
         (("model.init.experts=4",), ("has no `experts`",)),
-        ((*EXPERTS, "policy.lora={rank: 4}"), ("gate_proj, up_proj, down_proj", "experts have no adapters", "q_proj")),
+        (
+            (*EXPERTS, "policy.lora={rank: 4, dropout: 0.1}"),
+            ("policy.lora.dropout is 0.1", "gate_proj, up_proj, down_proj", "in experts of a qwen3_moe model"),
+        ),
         (
             (*EXPERTS, "policy.layout.dp=2", "policy.layout.ep=2", "cluster.devices=2"),
             ("`engine.kind: embedded` decodes on each data-parallel rank by itself", "vllm"),
