@@ -14,8 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has its children ignore it, and theirs
 
 
+@pytest.hookimpl(tryfirst=True)  # the marks must be there when xdist reads them
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """With several workers a file is one worker's, for the sake of its fixtures, and all services are: they count processes and files."""
     for item in items:
         services = item.get_closest_marker("service") is not None or item.path.parent.name in ("cluster", "weights")
-        item.add_marker(pytest.mark.xdist_group("services" if services else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("services" if services else item.location[0]))
