@@ -15,8 +15,8 @@ TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu --index-st
 WHEELS = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(TORCH_INDEX))
 COMPILE = $(UV) pip compile --quiet --no-header --python-version 3.11 $(WHEELS) \
 	--overrides requirements/overrides.txt pyproject.toml requirements/cpu.in
-# Services on one worker, everything else on the other.
-WORKERS := --numprocesses 2 --dist loadgroup
+# Services on one worker, everything else on the other (tests/conftest.py).
+WORKERS := --numprocesses 2 --dist loadscope
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled RAY_worker_niceness=0
 
 .PHONY: help demo test test-all gpu-check lint format lock install install-test

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,9 +17,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has its children ignore it, and theirs
 
 
-@pytest.hookimpl(tryfirst=True)  # the marks must be there when xdist reads them
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """With several workers a file is one worker's, for the sake of its fixtures, and all services are: they count processes and files."""
-    for item in items:
-        services = item.get_closest_marker("service") is not None or item.path.parent.name in ("cluster", "weights")
-        item.add_marker(pytest.mark.xdist_group("services" if services else item.location[0]))
+class ByFile(LoadScopeScheduling):
+    """Gives a file to one worker, for the sake of its fixtures, and all services to the same one: they count processes and files."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid.split("::")[0])
+
+
+@cache
+def scope_of(file: str) -> str:
+    """What a worker gets whole."""
+    path = Path(__file__).parents[1] / file
+    services = path.parent.name in ("cluster", "weights") or "pytest.mark.service" in path.read_text(encoding="utf-8")
+    return "services" if services else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """How several workers share the tests."""
+    return ByFile(config, log)
