@@ -139,12 +139,19 @@ async def test_without_processes_failures_are_the_same_but_for_hangs_that_block(
 
 
 async def test_no_process_is_left_after_close():
-    pool = _pool("BadGrader", processes=2)
+    pool, before = (
+        _pool("BadGrader", processes=2),
+        _children(),
+    )  # other tests of this process may have left a resource tracker
     await pool.start()
-    children = {p.pid for p in psutil.Process().children(recursive=True)}
-    assert len(children) >= 2
+    made = _children() - before
+    assert len(made) >= 2
     await pool.aclose()
-    assert not {p.pid for p in psutil.Process().children(recursive=True)} & children
+    assert not _children() & made
+
+
+def _children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def test_an_environment_that_never_returns_dies_with_its_parent():
