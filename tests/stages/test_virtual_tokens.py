@@ -46,7 +46,8 @@ def test_virtual_tokens_are_trained_exported_and_survive_a_kill(kind: str, tmp_p
     tuned = f"policy.adapter={{kind: {kind}, tokens: 4}}"
     given = [[*arguments_of(output, SPEC)[:3], tuned] for output in (whole, cut)]
     assert finish(given[0], log, 600) == 0, log.read_text()
-    lines = metric_lines(whole / "rl")
+    untrained, *lines = metric_lines(whole / "rl")
+    assert "eval/avg@4" in untrained and "loss" not in untrained
     assert all(line["kl"] > 0 and line["gap/p99"] < 1e-4 for line in lines)
     told = json.loads((whole / "evaluate" / "report" / "report.json").read_text())["results"]["rl"]["metrics"]
     assert {name: lines[-1][name] for name in told} == told and "eval/avg@4" in told
