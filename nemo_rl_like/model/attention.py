@@ -18,6 +18,7 @@ from torch.nn import functional
 from nemo_rl_like.model.context import ContextRanks
 from nemo_rl_like.model.dropout import TokenKeys
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
+from nemo_rl_like.model.mcore import checkpoint
 from nemo_rl_like.model.row_places import RowPairs
 
 
@@ -131,6 +132,20 @@ class AttentionCall:
         """What a layer attends to, of what it computed: [s, b, kv_heads, d] each, keys rotated."""
         return (key, value) if self.prefixed is None else self.prefixed.replaced(layer, key, value)
 
+    def attend_in(
+        self, layer: int, scores: Scores, query: Tensor, key: Tensor, value: Tensor, *, recompute: bool
+    ) -> Tensor:
+        """A layer's attention between its projections, with its prefixes: [s, b, heads, d], [s, b, kv_heads, d] twice -> [s, b, heads * d].
+
+        `recompute`: what it would keep for the backward pass is computed again there.
+        """
+        key, value = self.keys_and_values(layer, key, value)
+        attend = partial(self.attend, partial(self.layout.attend, layer, scores=scores))
+        if recompute and torch.is_grad_enabled():
+            attended: Tensor = checkpoint(attend, False, query, key, value)
+            return attended
+        return attend(query, key, value)
+
     def attend(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
@@ -139,3 +154,10 @@ class AttentionCall:
         if self.context is None:
             return whole(query, key, value)
         return self.context.by_heads(whole, query, key, value)
+
+
+def call_of(packed_seq_params: AttentionCall | None, attention_mask: Tensor | None) -> AttentionCall:
+    """What Megatron hands to a layer's attention. Raises ValueError without a layout, and for a mask."""
+    if packed_seq_params is None or attention_mask is not None:
+        raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
+    return packed_seq_params

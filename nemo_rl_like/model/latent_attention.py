@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_rl_like.model.attention import AttentionCall, Rotary, rotate
+from nemo_rl_like.model.attention import AttentionCall, Rotary, call_of, rotate
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.hf_latent import LatentConfig
 from nemo_rl_like.model.local_linears import LocalColumnLinear, LocalRowLinear, WholeLinear
@@ -22,7 +22,6 @@ from nemo_rl_like.model.mcore import (
     MegatronModule,
     ProcessGroupCollection,
     TransformerConfig,
-    checkpoint,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -79,17 +78,12 @@ class LatentSelfAttention(MegatronModule):
         **unused: object,
     ) -> tuple[Tensor, None]:
         """[s, b, H] -> [s, b, H]; the second value is the bias Megatron's attention may return."""
-        if packed_seq_params is None or attention_mask is not None:
-            raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
-        call = packed_seq_params
+        call = call_of(packed_seq_params, attention_mask)
         rotary = call.rotary_for(self.scores)
         query = self._queries(hidden_states, rotary)
         key, value = self._keys_and_values(hidden_states, rotary)
-        attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores))
-        if self.checkpoint_core_attention and torch.is_grad_enabled():
-            attended = checkpoint(attend, False, query, key, value)
-        else:
-            attended = attend(query, key, value)
+        again = self.checkpoint_core_attention
+        attended = call.attend_in(self.layer_number, self.scores, query, key, value, recompute=again)
         values = attended.unflatten(-1, (self._heads, -1))[..., : self._latent.value_width]
         out: Tensor = self.linear_proj(values.flatten(2))[0]
         return out, None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_rl_like.model.attention import AttentionCall, rotate, rotated
+from nemo_rl_like.model.attention import AttentionCall, call_of, rotate, rotated
 from nemo_rl_like.model.bare_function import Function
 from nemo_rl_like.model.families.family import Activation
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
@@ -141,16 +141,10 @@ class LocalSelfAttention(SelfAttention):
         **unused: object,
     ) -> tuple[Tensor, None]:
         """[s, b, H] -> [s, b, H]; the second value is the bias Megatron's attention may return."""
-        if packed_seq_params is None or attention_mask is not None:
-            raise ValueError("this attention takes its layout from an AttentionCall; masks are not accepted")
-        call = packed_seq_params
+        call = call_of(packed_seq_params, attention_mask)
         query, key, value = self._heads(hidden_states, call)
-        key, value = call.keys_and_values(self.layer_number, key, value)
-        attend = partial(call.attend, partial(call.layout.attend, self.layer_number, scores=self.scores_of(call)))
-        if self.checkpoint_core_attention and torch.is_grad_enabled():
-            attended = checkpoint(attend, False, query, key, value)
-        else:
-            attended = attend(query, key, value)
+        scores, again = self.scores_of(call), self.checkpoint_core_attention
+        attended = call.attend_in(self.layer_number, scores, query, key, value, recompute=again)
         out: Tensor = self.linear_proj(attended)[0]
         return out, None
 

@@ -17,7 +17,7 @@ from nemo_rl_like.model.decode import Decoder
 from nemo_rl_like.model.forward import MegatronModel, whole_sequences
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.scratch import generator_of
-from nemo_rl_like.model.virtual_tokens import VirtualIds
+from nemo_rl_like.model.virtual_tokens import VirtualIds, check_room
 from nemo_rl_like.model.weight_entries import PREFIX, Entry
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import PrefixTuningSpec
@@ -92,10 +92,7 @@ def add_prefixes(model: MegatronModel, config: ModelConfig, spec: PrefixTuningSp
 
 def check_prefix(config: ModelConfig, spec: PrefixTuningSpec) -> None:
     """Raise InputError for prefixes that leave no room, and for a model that attends within a window, which would leave them behind."""
-    if spec.tokens >= config.max_positions:
-        raise InputError(
-            f"policy.adapter.tokens is {spec.tokens}, which leaves no room for a row in the model's context of {config.max_positions}; lower it"
-        )
+    check_room(config, spec.tokens)
     if config.attention.window is not None:
         raise InputError(
             f"policy.adapter is prefix_tuning, but layers of this {config.family} model attend within {config.attention.window} tokens, which leaves "

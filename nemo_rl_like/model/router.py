@@ -162,7 +162,7 @@ class RouterWatch:
         rows = self.rows
         if rows is None or not torch.is_grad_enabled():
             return weights
-        with torch.set_grad_enabled(self._losses != RouterSpec()):
+        with torch.set_grad_enabled(self._losses.has_losses):
             loss = self._loss(layer, rows, logits.float(), chosen)
         if not loss.requires_grad:
             return weights

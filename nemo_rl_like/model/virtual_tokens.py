@@ -24,7 +24,7 @@ from nemo_rl_like.model.scratch import generator_of
 from nemo_rl_like.model.weight_entries import EMBEDDING, VIRTUAL, Entry
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import PromptTuningSpec
-from nemo_rl_like.tokens.batch import TokenBatch
+from nemo_rl_like.tokens.batch import TokenBatch, with_further
 
 PROMPT = "prompt_embeddings"
 """PEFT's name in files."""
@@ -95,14 +95,19 @@ def add_virtual_tokens(
 
 def check_prompt(config: ModelConfig, spec: PromptTuningSpec) -> None:
     """Raise InputError for virtual tokens that leave no room, and for a model whose embeddings are not what its first layer reads."""
-    if spec.tokens >= config.max_positions:
-        raise InputError(
-            f"policy.adapter.tokens is {spec.tokens}, which leaves no room for a row in the model's context of {config.max_positions}; lower it"
-        )
+    check_room(config, spec.tokens)
     if config.traits.scaled_embeddings:
         raise InputError(
             f"policy.adapter is prompt_tuning, but a {config.family} model multiplies its embeddings, which PEFT does for virtual tokens in some "
             "families and not in others; use policy.lora"
+        )
+
+
+def check_room(config: ModelConfig, tokens: int) -> None:
+    """Raise InputError for so many virtual tokens if no row fits behind them."""
+    if tokens >= config.max_positions:
+        raise InputError(
+            f"policy.adapter.tokens is {tokens}, which leaves no room for a row in the model's context of {config.max_positions}; lower it"
         )
 
 
@@ -121,25 +126,10 @@ class PromptMap(WeightMap):
 def behind(batch: TokenBatch, ids: Sequence[int]) -> TokenBatch:
     """The rows with `ids` before each; without extras."""
     count, rows = len(ids), batch.rows
-    place = _places(batch, count)
     starts = batch.cu_seqlens[:-1] + count * torch.arange(rows)
     virtual = (starts[:, None] + torch.arange(count)).flatten()
-
-    def spread(values: Tensor, before: Tensor | float) -> Tensor:
-        out = values.new_empty(values.numel() + rows * count)
-        out[place], out[virtual] = values, torch.as_tensor(before, dtype=values.dtype)
-        return out
-
-    return replace(
-        batch,
-        tokens=spread(batch.tokens, torch.tensor(ids).repeat(rows)),
-        cu_seqlens=batch.cu_seqlens + count * torch.arange(rows + 1),
-        prompt_lens=batch.prompt_lens + count,
-        loss_mask=spread(batch.loss_mask, False),
-        behavior=spread(batch.behavior, 0.0),
-        version=spread(batch.version, -1),
-        extras={},
-    )
+    longer = with_further(batch, _places(batch, count), virtual, torch.tensor(ids).repeat(rows), False)
+    return replace(longer, prompt_lens=batch.prompt_lens + count)
 
 
 def of_batch(passes: Passes, batch: TokenBatch, count: int) -> Passes:

@@ -82,11 +82,9 @@ class PolicyOptimizer:
         parts = built.chained_optimizers if isinstance(built, ChainedOptimizer) else [built]
         self._optimizer = built
         self._parts: list[DistributedOptimizer] = list(parts)
-        for part in self._parts:
-            if _is_of_experts(
-                part
-            ):  # Megatron counts a gradient that ranks share once, but takes the ranks of dense layers
-                part.tp_group = parallel_state.get_expert_tensor_parallel_group()
+        # Megatron counts a gradient that ranks share once, but takes the ranks of dense layers for those of experts.
+        for part in filter(_is_of_experts, self._parts):
+            part.tp_group = parallel_state.get_expert_tensor_parallel_group()
         self._config, self._wrapped = model.config, wrapped
         self._adams: list[torch.optim.Optimizer] = []
         self._hosts: list[HostOptimizer] = []

@@ -134,6 +134,11 @@ class RouterSpec(Spec):
     """`first_pass`: the updates of an `rl` stage's step send each token to the experts of the pass that told its proximal log-prob, however the
     router would choose by then (arXiv 2507.18071)."""
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether a step adds any."""
+        return self.balance_loss > 0 or self.z_loss > 0
+
 
 Module = Literal["core_attn", "mlp", "moe"]
 

@@ -224,19 +224,32 @@ def with_ends(batch: TokenBatch) -> TokenBatch:
 
     What predicts it is the state after the row: a critic's value there, or a reward model's score of the whole row.
     """
-    row, count = batch.row_of_token, batch.tokens.numel() + batch.rows
-    place, ends = torch.arange(batch.tokens.numel()) + row, batch.cu_seqlens[1:] + torch.arange(batch.rows)
+    place, ends = (
+        torch.arange(batch.tokens.numel()) + batch.row_of_token,
+        batch.cu_seqlens[1:] + torch.arange(batch.rows),
+    )
+    last, scored = batch.tokens[batch.cu_seqlens[1:] - 1], batch.trained_per_row > 0
+    return with_further(batch, place, ends, last, scored)
 
-    def spread(values: Tensor, end: Tensor | float) -> Tensor:
-        out = values.new_empty(count)
-        out[place], out[ends] = values, torch.as_tensor(end, dtype=values.dtype)
+
+def with_further(
+    batch: TokenBatch, place: Tensor, further: Tensor, tokens: Tensor, scored: Tensor | bool
+) -> TokenBatch:
+    """The batch with as many `tokens` [M] more in every row, at `further` [M] of the new batch, where its own are at `place` [N]; without extras.
+
+    `scored` says which of them are trained; no engine sampled them.
+    """
+
+    def spread(values: Tensor, more: Tensor | float) -> Tensor:
+        out = values.new_empty(values.numel() + tokens.numel())
+        out[place], out[further] = values, torch.as_tensor(more, dtype=values.dtype)
         return out
 
     return replace(
         batch,
-        tokens=spread(batch.tokens, batch.tokens[batch.cu_seqlens[1:] - 1]),
-        cu_seqlens=batch.cu_seqlens + torch.arange(batch.rows + 1),
-        loss_mask=spread(batch.loss_mask, batch.trained_per_row > 0),
+        tokens=spread(batch.tokens, tokens),
+        cu_seqlens=batch.cu_seqlens + tokens.numel() // batch.rows * torch.arange(batch.rows + 1),
+        loss_mask=spread(batch.loss_mask, scored),
         behavior=spread(batch.behavior, 0.0),
         version=spread(batch.version, -1),
         extras={},
