@@ -91,8 +91,14 @@ def add_prefixes(model: MegatronModel, config: ModelConfig, spec: PrefixTuningSp
 
 
 def check_prefix(config: ModelConfig, spec: PrefixTuningSpec) -> None:
-    """Raise InputError for prefixes that leave no room, and for a model that attends within a window, which would leave them behind."""
+    """Raise InputError for prefixes that leave no room, and for a model whose keys and values they cannot be or that attends within a
+    window, which would leave them behind."""
     check_room(config, spec.tokens)
+    if config.latent is not None:
+        raise InputError(
+            f"policy.adapter is prefix_tuning, but a {config.family} model has latent attention, which makes keys and values of one narrow vector; "
+            "use prompt_tuning"
+        )
     if config.attention.window is not None:
         raise InputError(
             f"policy.adapter is prefix_tuning, but layers of this {config.family} model attend within {config.attention.window} tokens, which leaves "

@@ -20,6 +20,7 @@ from nemo_rl_like.model.scratch import generator_of
 from nemo_rl_like.policy.store import write_adapter_config
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, PrefixTuningSpec, RecomputeSpec
 from nemo_rl_like.stages.export import write_adapter
+from tests.model import tiny
 from tests.policy.ranks import run_ranks
 from tests.policy.test_laws import make_batch, make_folder
 from tests.policy.test_lora_laws import Folders, by_peft, largest, steps
@@ -129,11 +130,14 @@ def test_the_embedded_engine_samples_behind_prefixes_over_two_ranks(folders: Fol
     check_samples(run_ranks(sampled, 2, tmp_path, folders, policy), peft_of(folders))
 
 
-def test_a_model_that_cannot_have_prefixes_is_refused(folders: Folders) -> None:
+def test_a_model_that_cannot_have_prefixes_is_refused(folders: Folders, tmp_path: Path) -> None:
     raw = json.loads((folders.base / "config.json").read_text())
     mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}
     windowed = ModelConfig.from_hf_dict({**raw, **mistral})
     with pytest.raises(InputError, match="attend within 8 tokens"):
         check_prefix(windowed, TUNED)
+    tiny.make_model("deepseek_v3").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="has latent attention.*use prompt_tuning"):
+        check_prefix(ModelConfig.from_hf_folder(tmp_path), TUNED)
     with pytest.raises(InputError, match=r"policy.adapter.tokens is 64, which leaves no room"):
         check_prefix(ModelConfig.from_hf_folder(folders.base), PrefixTuningSpec(tokens=64))
