@@ -31,3 +31,7 @@ class StoppedBySignal(NrlError):
     """The run saved a checkpoint and stopped because it was asked to (SIGTERM, SIGUSR1, Ctrl-C)."""
 
     exit_code = 75
+
+
+class SubmitError(NrlError):
+    """A scheduler refused a job, or cannot be asked."""

@@ -14,6 +14,7 @@ from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
+from nemo_rl_like.spec.launch import LaunchSpec
 from nemo_rl_like.spec.model import ModelSpec
 from nemo_rl_like.spec.offload import offload_problem
 from nemo_rl_like.spec.policy import PolicySpec
@@ -82,6 +83,8 @@ class ExperimentSpec(Spec):
     """Metric sinks."""
     secrets: dict[str, SecretRef] = Field(default_factory=dict)
     """Secrets by the environment variable that holds them."""
+    launch: LaunchSpec = LaunchSpec()
+    """The job that `nrl submit` makes of it; changes no result."""
 
     @model_validator(mode="after")
     def _fp8_fits(self) -> ExperimentSpec:
