@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.artifacts.types import Artifact
 
 
@@ -25,8 +26,16 @@ class StageContext:
     resume: bool
     """True when `folder` holds a half-done stage of the same key: continue from its newest valid checkpoint, or start
     over where there is none. False: `folder` is empty."""
+    start: str | None = None
+    """Name of the stage whose artifact this one starts from, among `inputs`; None: it starts from the spec's model."""
+    lineage: Mapping[str, JSON] = field(default_factory=dict)
+    """What is known of the stages behind this one, for what leaves the run."""
     plain: bool = False
     """Print lines only: no progress bars, colours or control codes."""
+
+    def start_of(self, inputs: Mapping[str, Artifact]) -> Artifact | None:
+        """The artifact that the stage starts from."""
+        return None if self.start is None else inputs[self.start]
 
 
 class Stage(Protocol):

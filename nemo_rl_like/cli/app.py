@@ -23,6 +23,11 @@ app.add_typer(models, name="model")
 tokenizers = typer.Typer(help="Tokenizers: train one.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(tokenizers, name="tokenizer")
 
+pipelines = typer.Typer(
+    help="Pipelines: what a run would do, does and did.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(pipelines, name="pipeline")
+
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="Spec file (YAML).")]
 Overrides = Annotated[
     list[str] | None,
@@ -186,6 +191,54 @@ def export(
     from nemo_rl_like.cli.commands import checkpoint as command
 
     command.export(source, target, shard_gib=shard_gib, adapter=adapter)
+
+
+@pipelines.command("plan")
+def plan_pipeline(spec: SpecFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Tell what `run` would do with each stage and why; nothing is started, loaded or changed."""
+    from nemo_rl_like.cli.commands import pipeline as command
+
+    if not command.plan(spec, overrides or [], as_json=as_json):
+        raise typer.Exit(2)
+
+
+@pipelines.command("run")
+def run_pipeline(spec: SpecFile, overrides: Overrides = None, plain: Plain = False) -> None:
+    """Do what `plan` tells: skip what is done, go on with what is half done, run the rest (`nrl run --resume`)."""
+    from nemo_rl_like.cli.commands import run as command
+
+    command.run(spec, overrides or [], start="resume", plain=plain)
+
+
+@pipelines.command("status")
+def pipeline_status(run_folder: RunFolder, as_json: AsJson = False) -> None:
+    """Tell how far each stage of a run is, and who works on it."""
+    from nemo_rl_like.cli.commands import pipeline as command
+
+    command.status(run_folder, as_json=as_json)
+
+
+@pipelines.command("why")
+def why_stage(
+    spec: SpecFile,
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="Name of the stage.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell why a stage would be run, resumed or skipped: everything that differs from its last run."""
+    from nemo_rl_like.cli.commands import pipeline as command
+
+    command.why(spec, stage, overrides or [], as_json=as_json)
+
+
+@pipelines.command("lineage")
+def pipeline_lineage(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="An export, a run, or a folder of a stage.")],
+) -> None:
+    """Print where a result comes from, back to data hashes, spec, commit and metrics, as JSON."""
+    from nemo_rl_like.cli.commands import pipeline as command
+
+    command.lineage(path)
 
 
 @environments.command("list")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import nemo_rl_like
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.files import sha256_file
 from nemo_rl_like.artifacts.hashing import JSON, canonical_json, fingerprint_path, hash_json, hash_path
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
@@ -26,7 +28,7 @@ KEY_FORMAT = 1
 MODEL_FIELDS = ("model.", "file.model.")
 """How the names of what describes the model begin."""
 
-_NOT_RESULTS_STAGE = {"name", "checkpoint", "show_samples", "show_samples_every_steps"}
+_NOT_RESULTS_STAGE = {"name", "settings", "checkpoint", "show_samples", "show_samples_every_steps"}
 _ENGINE_RESULTS = {"kind", "max_context", "dtype", "quantization"}
 
 
@@ -64,6 +66,8 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     """
     export = {"checkpoint"} if stage.kind == "export" else set()
     values = _flat("format", KEY_FORMAT) | _flat("version", nemo_rl_like.__version__) | _flat("seed", spec.seed)
+    if spec.code == "source":
+        values |= _flat("code", source_hash())
     values |= _flat("stage", stage.model_dump(mode="json", exclude=_NOT_RESULTS_STAGE - export))
     values |= model_ingredients(spec)
     if isinstance(stage, TRAINING_STAGES) and spec.policy.lora is not None:
@@ -78,6 +82,15 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     values |= _flat("file", _stage_files(stage, spec))
     values |= _flat("input", {name: {"key": key, "content": content} for name, (key, content) in inputs.items()})
     return Ingredients(values)
+
+
+@functools.cache
+def source_hash() -> str:
+    """SHA-256 (hex) over names and contents of this package's source files and presets, and of the ready-made environments'."""
+    package = Path(nemo_rl_like.__file__).parent
+    folders = [package, *(f for f in [package.parent / "environments"] if (f / "__init__.py").is_file())]
+    files = [f for folder in folders for f in sorted(folder.rglob("*")) if f.suffix in (".py", ".yaml")]
+    return hash_json([[f.relative_to(package.parent).as_posix(), sha256_file(f)] for f in files])
 
 
 def uses_environment(stage: StageSpec) -> bool:
@@ -108,6 +121,8 @@ def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
     if isinstance(stage, DistillStageSpec | TeacherLogitsStageSpec):
         for number, teacher in enumerate(stage.teachers):
             field = f"teachers.{number}.path"
+            if teacher.path is None:
+                continue
             hashes[field] = fingerprint_path(_existing(field, teacher.path))
     if isinstance(stage, DistillStageSpec) and stage.data.stored_logits is not None:
         hashes["data.stored_logits"] = hash_path(_existing("data.stored_logits", stage.data.stored_logits))

@@ -76,7 +76,9 @@ def make_plan(spec: ExperimentSpec, classes: Mapping[str, str] = STAGE_CLASSES) 
     Raises:
         SpecError: a reference between stages is wrong, or a stage takes another type than its source makes.
     """
-    planned = tuple(PlannedStage(w, load_stage_class(classes[w.stage.kind])(w.stage, spec)) for w in wire(spec))
+    planned = tuple(
+        PlannedStage(w, load_stage_class(classes[w.stage.kind])(w.stage, spec.for_stage(w.stage))) for w in wire(spec)
+    )
     outputs: dict[str, type[Artifact]] = {}
     problems: list[str] = []
     for step in planned:

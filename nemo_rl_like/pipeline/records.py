@@ -57,6 +57,15 @@ class OutputRecord(_Record):
     """SHA-256 of its content."""
 
 
+class CodeRecord(_Record):
+    """What code made something."""
+
+    version: str
+    """Version of this package."""
+    commit: str | None
+    """Commit of its source tree, with `+` when files differ from it; None outside a work tree."""
+
+
 class StageRecord(_Record):
     """How far one stage is."""
 
@@ -74,6 +83,8 @@ class StageRecord(_Record):
     """How often it was started."""
     seconds: float = 0.0
     """Wall time of the ended attempts, in seconds."""
+    code: CodeRecord | None = None
+    """Code of the last attempt."""
     output: OutputRecord | None = None
     """Its artifact, when done."""
     error: str | None = None
@@ -157,6 +168,11 @@ def record_start(
     record = RunRecord(name=name, working_folder=str(Path.cwd()), starts=(*starts, start))
     atomic_write(folder / SPEC, spec_yaml.encode())
     atomic_write(folder / RUN, (record.model_dump_json(indent=1) + "\n").encode())
+
+
+def code_record() -> CodeRecord:
+    """The code of this process."""
+    return CodeRecord(version=nemo_rl_like.__version__, commit=_git_commit())
 
 
 def now() -> str:

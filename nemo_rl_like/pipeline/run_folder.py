@@ -102,6 +102,27 @@ class RunFolder:
         self.close()
 
 
+def holder_of(path: Path) -> str | None:
+    """Who uses the run folder now; None: nobody. Changes nothing.
+
+    Raises:
+        OutputFolderError: its marker cannot be read.
+    """
+    try:
+        marker = os.open(path / MARKER, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise OutputFolderError(f"{path / MARKER} cannot be read: {error.strerror}") from error
+    try:
+        fcntl.flock(marker, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(marker, 200, 0).decode(errors="replace").strip() or "another process"
+    finally:
+        os.close(marker)
+    return None
+
+
 def _take(lock: int, path: Path) -> None:
     """Lock the marker, or say who holds it."""
     try:

@@ -13,30 +13,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-from nemo_rl_like.artifacts.errors import InputError, OutputFolderError, StoppedBySignal
-from nemo_rl_like.artifacts.hashing import hash_path
+from nemo_rl_like.artifacts.errors import OutputFolderError, StoppedBySignal
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import ARTIFACT_TYPES, Artifact
+from nemo_rl_like.pipeline.decision import Action, decide
 from nemo_rl_like.pipeline.keys import MODEL_FIELDS, Ingredients, ingredients, model_ingredients
+from nemo_rl_like.pipeline.lineage import lineage_of
 from nemo_rl_like.pipeline.planner import STAGE_CLASSES, Plan, PlannedStage, make_plan
 from nemo_rl_like.pipeline.records import (
     OutputRecord,
     StageRecord,
     State,
+    code_record,
     now,
     read_status,
     record_start,
     write_status,
 )
 from nemo_rl_like.pipeline.run_folder import RunFolder, Start, check_output
-from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
 from nemo_rl_like.spec.loader import resolved_yaml, spec_hash
 
 logger = logging.getLogger(__name__)
-
-Action = Literal["run", "resume", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,6 @@ def run_pipeline(
         return _Runner(plan, folder.path, plain).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    action: Action
-    reason: str
-
-
 class _Runner:
     """One pass over the stages of a plan."""
 
@@ -117,7 +111,7 @@ class _Runner:
         """One stage: decide, and do it."""
         inputs = {name: self.outcomes[name].artifact for name in planned.wire.sources}
         known = {name: (self.keys[name], artifact.content_hash) for name, artifact in inputs.items()}
-        made_from = ingredients(planned.wire.stage, self.plan.spec, known)
+        made_from = ingredients(planned.wire.stage, self.plan.spec.for_stage(planned.wire.stage), known)
         self.keys[planned.name] = made_from.key
         record = read_status(self.folder).stages.get(planned.name)
         decision = decide(self.folder, record, made_from)
@@ -151,6 +145,8 @@ class _Runner:
             run_folder=self.folder,
             seed=self.plan.spec.seed,
             resume=resume,
+            start=planned.wire.start,
+            lineage=lineage_of(self.plan.spec, self.folder, planned.name),
             plain=self.plain,
         )
         with _Attempt(self.folder, planned.name, made_from) as attempt:
@@ -169,8 +165,9 @@ def check_same_model(output: Path, spec: ExperimentSpec) -> None:
     Raises:
         OutputFolderError: the folder holds a run of another model.
     """
-    new = Ingredients(model_ingredients(spec))
+    by_name = {stage_name(stage): spec.for_stage(stage) for stage in spec.stages}
     for name, record in read_status(output).stages.items():
+        new = Ingredients(model_ingredients(by_name.get(name, spec)))
         old = {field: value for field, value in record.made_from.items() if field.startswith(MODEL_FIELDS)}
         changes = new.changes_from(old) if old else []
         if changes:
@@ -178,25 +175,6 @@ def check_same_model(output: Path, spec: ExperimentSpec) -> None:
                 f"output folder {output} holds stage {name!r} of another model ({'; '.join(changes[:3])}); continue it with its "
                 "own model, replace it with --overwrite, or set `output` to another folder"
             )
-
-
-def decide(folder: Path, record: StageRecord | None, made_from: Ingredients) -> _Decision:
-    """What to do with a stage, given the record of its last start."""
-    if record is None:
-        return _Decision("run", "not started before")
-    if record.key != made_from.key:
-        changes = made_from.changes_from(record.made_from)
-        return _Decision("run", "changed since it was run: " + "; ".join(changes[:3]) + (" ..." if changes[3:] else ""))
-    if record.state != "done" or record.output is None:
-        return _Decision("resume", f"{'killed' if record.state == 'running' else record.state} half-way")
-    output = record.output
-    try:
-        content = hash_path(folder / output.path)
-    except InputError:
-        return _Decision("resume", f"its output {output.path} is missing")
-    if content != output.content_hash:
-        return _Decision("resume", f"its output {output.path} was changed after it was made")
-    return _Decision("skip", f"done before with the same inputs, key {made_from.key[:12]}")
 
 
 class _Attempt:
@@ -214,6 +192,7 @@ class _Attempt:
             started=earlier.started if earlier is not None else now(),
             attempts=earlier.attempts + 1 if earlier is not None else 1,
             seconds=earlier.seconds if earlier is not None else 0.0,
+            code=code_record(),
         )
 
     def __enter__(self) -> Self:

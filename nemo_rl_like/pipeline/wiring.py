@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.spec.distill import TeacherLogitsStageSpec
+from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
 from nemo_rl_like.spec.nearest import nearest
@@ -17,6 +17,8 @@ from nemo_rl_like.spec.sample import SampleStageSpec
 from nemo_rl_like.spec.sft import SftStageSpec
 
 RESERVED = ("run.json", "status.json", "spec.yaml", "report.json", "logs")
+INIT_FROM, CHECKPOINTS = "init_from", "checkpoints"
+"""Fields whose stages must have the model of the stage itself: their checkpoints are loaded into it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -27,6 +29,8 @@ class Wire:
     name: str
     stage: StageSpec
     sources: tuple[str, ...]
+    start: str | None = None
+    """The one of them that it starts from; None: it starts from the spec's model, or from nothing."""
 
 
 def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
@@ -42,14 +46,16 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
         name = stage_name(stage)
         before = spec.stages[:index]
         problems.extend(_name_problems(name))
-        taken = _taken(stage, before)
+        taken = _taken(stage, spec, before)
         problems.extend(
             _reference_problem(name, one, source, spec.stages, before)
             for one in taken
             for source in one.sources
             if source not in _names(before, one.made_by)
         )
-        sources = tuple(source for one in taken for source in one.sources)
+        problems.extend(_model_problems(stage, spec, before, taken))
+        sources = tuple(dict.fromkeys(source for one in taken for source in one.sources))
+        start = next((one.sources[0] for one in taken if one.field == INIT_FROM and one.sources), None)
         if isinstance(stage, ExportStageSpec) and not sources:
             problems.append(
                 f"stages.{name}: no stage before it makes a checkpoint to export; put `sft`, `preference`, `distill` or `rl` before it"
@@ -58,7 +64,7 @@ def wire(spec: ExperimentSpec) -> tuple[Wire, ...]:
             problems.append(
                 f"stages.{name}.data: no source; give `path` or `environment_demonstrations: true`, or put a `sample` stage before it"
             )
-        wires.append(Wire(name, stage, sources))
+        wires.append(Wire(name, stage, sources, start))
     if problems:
         raise SpecError("\n  ".join([f"{len(problems)} problem(s) in the pipeline", *problems]))
     return tuple(wires)
@@ -78,29 +84,66 @@ class _Taken:
     """The artifact, in words."""
 
 
-def _taken(stage: StageSpec, before: Sequence[StageSpec]) -> tuple[_Taken, ...]:
+def _taken(stage: StageSpec, spec: ExperimentSpec, before: Sequence[StageSpec]) -> tuple[_Taken, ...]:
     """What `stage` takes from earlier stages."""
-    makers = _names(before, TRAINING_STAGES)
+    alike = _names([s for s in before if spec.starts_alike(s, stage)], TRAINING_STAGES)
     if isinstance(stage, TeacherLogitsStageSpec):
-        return ()
+        return _teachers(stage)
     if isinstance(stage, EvaluateStageSpec):
-        return (_Taken(stage.checkpoints or makers, "checkpoints", TRAINING_STAGES, "a checkpoint"),)
+        return (_Taken(stage.checkpoints or alike, CHECKPOINTS, TRAINING_STAGES, "a checkpoint"),)
     if isinstance(stage, ExportStageSpec):
         made_by = (*TRAINING_STAGES, RewardModelStageSpec)
+        makers = _names(before, TRAINING_STAGES)
         return (_Taken(_given_or_last(stage.checkpoint, makers), "checkpoint", made_by, "a checkpoint"),)
-    taken = [_Taken(_given_or_last(stage.init_from, makers), "init_from", TRAINING_STAGES, "a checkpoint")]
+    taken = [_Taken(_given_or_last(stage.init_from, alike), INIT_FROM, TRAINING_STAGES, "a checkpoint")]
     if isinstance(stage, SftStageSpec) and stage.data.is_made:
         taken.append(_dataset(stage, before))
-    if isinstance(stage, RlStageSpec) and stage.reward_model is not None and stage.reward_model.stages:
-        judges = stage.reward_model.stages
-        taken.append(_Taken(judges, "reward_model.stages", (RewardModelStageSpec,), "a reward model"))
+    if isinstance(stage, DistillStageSpec):
+        taken.extend(_teachers(stage))
+        if stage.data.stored_logits_stage is not None:
+            stored = (stage.data.stored_logits_stage,)
+            taken.append(_Taken(stored, "data.stored_logits_stage", (TeacherLogitsStageSpec,), "teachers' log-probs"))
+    if isinstance(stage, RlStageSpec):
+        taken.extend(_beside(stage))
     return tuple(taken)
+
+
+def _teachers(stage: DistillStageSpec | TeacherLogitsStageSpec) -> tuple[_Taken, ...]:
+    """The checkpoints that teach."""
+    named = tuple(teacher.stage for teacher in stage.teachers if teacher.stage is not None)
+    return (_Taken(named, "teachers", TRAINING_STAGES, "a checkpoint"),) if named else ()
+
+
+def _beside(stage: RlStageSpec) -> list[_Taken]:
+    """The models beside the policy."""
+    found = []
+    if stage.teacher_stage is not None:
+        found.append(_Taken((stage.teacher_stage,), "teacher_stage", TRAINING_STAGES, "a checkpoint"))
+    if stage.reward_model is not None and stage.reward_model.stages:
+        judges = stage.reward_model.stages
+        found.append(_Taken(judges, "reward_model.stages", (RewardModelStageSpec,), "a reward model"))
+    return found
 
 
 def _dataset(stage: SftStageSpec, before: Sequence[StageSpec]) -> _Taken:
     """The data that an earlier stage makes."""
     sources = _given_or_last(stage.data.from_stage, _names(before, (SampleStageSpec,)))
     return _Taken(sources, "data.from_stage", (SampleStageSpec,), "a dataset")
+
+
+def _model_problems(
+    stage: StageSpec, spec: ExperimentSpec, before: Sequence[StageSpec], taken: Sequence[_Taken]
+) -> list[str]:
+    """Why the checkpoints that the stage loads into its own model do not fit it."""
+    by_name = {stage_name(s): s for s in before}
+    return [
+        f"stages.{stage_name(stage)}.{one.field}: stage {source!r} has another model than this one (`settings.model`); name a stage "
+        "with the same, or give this one the same `settings`"
+        for one in taken
+        if one.field in (INIT_FROM, CHECKPOINTS)
+        for source in one.sources
+        if source in by_name and not spec.starts_alike(by_name[source], stage)
+    ]
 
 
 def _given_or_last(given: str | None, makers: Sequence[str]) -> tuple[str, ...]:

@@ -22,10 +22,18 @@ WHOLE_VOCABULARY_LIMIT = 2048
 class TeacherSpec(Spec):
     """A model to learn from, frozen, on the policy's ranks."""
 
-    path: str
+    path: str | None = None
     """Hugging Face folder with the policy's tokenizer."""
+    stage: str | None = None
+    """Or: an earlier stage whose checkpoint teaches; its model may be another (`settings.model`) with the same tokenizer."""
     domain: str | None = None
     """It answers for rows whose `domain` is this; default: for all rows that no other teacher answers for."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TeacherSpec:
+        if (self.path is None) == (self.stage is None):
+            raise ValueError("give exactly one of `path` and `stage`")
+        return self
 
 
 class TeachersSpec(Spec):
@@ -82,6 +90,19 @@ class DistillDataSpec(Spec):
     """Part of the conversations held out for the validation loss."""
     stored_logits: str | None = None
     """Folder that a `teacher_logits` stage wrote for this file; no teacher is loaded then."""
+    stored_logits_stage: str | None = None
+    """Or: an earlier `teacher_logits` stage that writes it."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether what the teachers say was written before."""
+        return self.stored_logits is not None or self.stored_logits_stage is not None
+
+    @model_validator(mode="after")
+    def _one_store(self) -> DistillDataSpec:
+        if self.stored_logits is not None and self.stored_logits_stage is not None:
+            raise ValueError("`stored_logits` and `stored_logits_stage` are both given; leave one of them out")
+        return self
 
 
 class DistillStageSpec(PresetStage, TeachersSpec, DistillationSpec):
@@ -133,9 +154,9 @@ class DistillStageSpec(PresetStage, TeachersSpec, DistillationSpec):
         return self
 
     def _check_source(self) -> None:
-        if self.data.stored_logits is None and not self.teachers:
+        if not self.data.is_stored and not self.teachers:
             raise ValueError("give `teachers`, or `data.stored_logits` that a `teacher_logits` stage wrote")
-        if self.data.stored_logits is not None and self.on_policy_fraction:
+        if self.data.is_stored and self.on_policy_fraction:
             raise ValueError(
                 f"`on_policy_fraction` is {self.on_policy_fraction}, but `data.stored_logits` knows the data's responses only; set "
                 "`on_policy_fraction: 0`, or remove `stored_logits` and give `teachers`"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 
 from nemo_rl_like.spec import fp8
 from nemo_rl_like.spec.backend import policy_problem, stage_problem
@@ -23,6 +23,7 @@ from nemo_rl_like.spec.pretrain import PretrainStageSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.spec.settings import StageSettings
 from nemo_rl_like.spec.sft import SftStageSpec
 
 StageSpec = Annotated[
@@ -79,12 +80,54 @@ class ExperimentSpec(Spec):
     """What asks and judges; needed by `rl`, `sample`, `evaluate` and demonstrations."""
     stages: Annotated[tuple[StageSpec, ...], Field(min_length=1)]
     """The pipeline: stages in order."""
+    code: Literal["version", "source"] = "version"
+    """What of the code a finished stage depends on: the package's version, or every source file of it, so that an edit runs the stage again."""
     logging: LoggingSpec = LoggingSpec()
     """Metric sinks."""
     secrets: dict[str, SecretRef] = Field(default_factory=dict)
     """Secrets by the environment variable that holds them."""
     launch: LaunchSpec = LaunchSpec()
     """The job that `nrl submit` makes of it; changes no result."""
+
+    def for_stage(self, stage: StageSpec) -> ExperimentSpec:
+        """The experiment as `stage` sees it: with the blocks of its `settings`; other stages keep the experiment's."""
+        if stage.settings is None:
+            return self
+        mine = {name: getattr(self, name) for name in StageSettings.model_fields}
+        own = {name: block for name, block in stage.settings if block is not None}
+        stages = tuple(
+            s if s.settings is not None else s.model_copy(update={"settings": StageSettings(**mine)})
+            for s in self.stages
+        )
+        return self.model_copy(update={**own, "stages": stages})
+
+    def starts_alike(self, one: StageSpec, other: StageSpec) -> bool:
+        """Whether two stages have one model, so that either may start from the other's checkpoint; its dtype may differ."""
+        shapes = [self.for_stage(stage).model.model_dump(exclude={"dtype"}) for stage in (one, other)]
+        return shapes[0] == shapes[1]
+
+    @property
+    def _plain_stages(self) -> tuple[StageSpec, ...]:
+        """Stages that the experiment's own blocks are for."""
+        return tuple(stage for stage in self.stages if stage.settings is None)
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> ExperimentSpec:
+        for stage in self.stages:
+            if stage.settings is None:
+                continue
+            name, seen = stage_name(stage), self.for_stage(stage)
+            if seen.policy.adapter != self.policy.adapter:
+                raise ValueError(
+                    f"stage {name!r} has a `settings.policy.adapter` of its own, and virtual tokens go through a whole pipeline; set `policy.adapter`"
+                )
+            alone = {**dict(seen), "stages": (stage.model_copy(update={"settings": None}),)}
+            try:
+                ExperimentSpec.model_validate(alone)
+            except ValidationError as error:
+                texts = [e["msg"].removeprefix("Value error, ") for e in error.errors(include_url=False)]
+                raise ValueError(f"stage {name!r} with its `settings`: " + "; ".join(texts)) from error
+        return self
 
     @model_validator(mode="after")
     def _fp8_fits(self) -> ExperimentSpec:
@@ -112,7 +155,7 @@ class ExperimentSpec(Spec):
 
     @model_validator(mode="after")
     def _stages_fit_memory(self) -> ExperimentSpec:
-        for stage in self.stages:
+        for stage in self._plain_stages:
             problem = offload_problem(self.policy.offload, stage) or fp8.stage_problem(self.policy, stage)
             if problem is not None:
                 raise ValueError(f"stage {stage_name(stage)!r} {problem}")
@@ -130,7 +173,7 @@ class ExperimentSpec(Spec):
                 f"`model.init.family` is {self.model.init.family}, whose experts transformers joins in memory, and `policy.backend: fsdp` takes "
                 "tensors as files name them; use a dense family, or `policy.backend: megatron`"
             )
-        for stage in self.stages:
+        for stage in self._plain_stages:
             problem = stage_problem(stage, self.engine)
             if problem is not None:
                 raise ValueError(f"stage {stage_name(stage)!r} {problem}")
@@ -142,7 +185,7 @@ class ExperimentSpec(Spec):
             self._check_no_adapter_is_asked_for()
             return self
         name = "policy.adapter" if self.policy.lora is None else "policy.lora"
-        for stage in self.stages:
+        for stage in self._plain_stages:
             problem = _needs_whole_weights(stage)
             if problem is not None:
                 raise ValueError(f"`{name}` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
@@ -157,7 +200,7 @@ class ExperimentSpec(Spec):
                 "`engine.kind` is vllm, which has no virtual tokens, and `policy.adapter` trains some; use `embedded`"
             )
         trained = False
-        for stage in self.stages:
+        for stage in self._plain_stages:
             exports = isinstance(stage, ExportStageSpec) and stage.adapter
             if trained and not (exports or isinstance(stage, EvaluateStageSpec | SampleStageSpec)):
                 raise ValueError(
@@ -167,7 +210,7 @@ class ExperimentSpec(Spec):
             trained = trained or isinstance(stage, TRAINING_STAGES)
 
     def _check_no_adapter_is_asked_for(self) -> None:
-        for stage in self.stages:
+        for stage in self._plain_stages:
             if isinstance(stage, ExportStageSpec) and stage.adapter:
                 raise ValueError(
                     f"stage {stage_name(stage)!r} has `adapter: true`, but nothing trains adapters; leave it out, or set `policy.lora` or `policy.adapter`"
@@ -179,7 +222,7 @@ class ExperimentSpec(Spec):
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"`stages` has the name {twice[0]!r} more than once; give each a `name` of its own")
-        for stage in self.stages:
+        for stage in self._plain_stages:
             asks = isinstance(stage, RlStageSpec | SampleStageSpec | EvaluateStageSpec) or (
                 isinstance(stage, SftStageSpec) and stage.data.environment_demonstrations
             )

@@ -22,6 +22,7 @@ from nemo_rl_like.spec.overrides import apply_overrides
 from nemo_rl_like.spec.presets import with_presets
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
 from nemo_rl_like.spec.schema_walk import kinds_of
+from nemo_rl_like.spec.settings import with_settings
 from nemo_rl_like.spec.shorthand import with_blocks, with_kinds
 from nemo_rl_like.spec.source import Node, Path, child, dotted, plain
 from nemo_rl_like.spec.yaml_reader import install_core_schema
@@ -53,7 +54,7 @@ def load_spec(path: FilePath | str, overrides: Sequence[str] = ()) -> Experiment
     """
     schema = _model_schema()
     written = apply_overrides(read_with_parents(FilePath(path), _written_out), overrides)
-    written = with_presets(_written_out(written), _written_out)
+    written = with_settings(with_presets(_written_out(written), _written_out))
     _refuse_plain_secrets(written)
     root = with_kinds(interpolate(written), schema)
     try:
@@ -69,8 +70,8 @@ def resolved_yaml(spec: ExperimentSpec) -> str:
 
 
 def spec_hash(spec: ExperimentSpec) -> str:
-    """SHA-256 (hex) of everything in the spec but `output`: equal experiments in two folders have one hash."""
-    return hash_json(spec.model_dump(mode="json", exclude={"output"}))
+    """SHA-256 (hex) of everything in the spec but `output` and `launch`: equal experiments in two places have one hash."""
+    return hash_json(spec.model_dump(mode="json", exclude={"output", "launch"}))
 
 
 def json_schema() -> dict[str, JSON]:

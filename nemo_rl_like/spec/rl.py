@@ -58,6 +58,8 @@ class RlStageSpec(StageBase):
     """The critic of an advantage that reads values; made with its defaults where one is needed."""
     teacher: str | None = None
     """Hugging Face folder of the model whose log-probs `algorithm.distill_coef` adds; the same tokenizer as the policy's."""
+    teacher_stage: str | None = None
+    """Or: an earlier stage whose checkpoint is that model."""
     reward_model: RewardModelSpec | None = None
     """A judge of finished episodes, beside the environment's own reward or in its place."""
     own_ranks: tuple[OwnRanks, ...] = ()
@@ -87,8 +89,12 @@ class RlStageSpec(StageBase):
             raise ValueError(
                 "`shaping` win_rate compares with an opponent; give `opponent: reference` or `opponent: mixture`"
             )
-        if (self.algorithm.distill_coef > 0) != (self.teacher is not None):
-            raise ValueError("`algorithm.distill_coef` above 0 and `teacher` go together: give both, or neither")
+        if self.teacher is not None and self.teacher_stage is not None:
+            raise ValueError("`teacher` and `teacher_stage` are both given; leave one of them out")
+        if (self.algorithm.distill_coef > 0) != self.has_teacher:
+            raise ValueError(
+                "`algorithm.distill_coef` above 0 and `teacher` (or `teacher_stage`) go together: give both, or neither"
+            )
         self._check_own_ranks()
         self._check_judge_weights()
         if self.updates_per_batch > self.prompts_per_step:
@@ -104,12 +110,17 @@ class RlStageSpec(StageBase):
         return self
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher's log-probs are asked for."""
+        return self.teacher is not None or self.teacher_stage is not None
+
+    @property
     def models_beside(self) -> dict[OwnRanks, int]:
         """How many models of each role the stage has beside the policy."""
         judges = 0 if self.reward_model is None else len(self.reward_model.paths) + len(self.reward_model.stages)
         return {
             "reference": int(self.algorithm.needs_reference or self.algorithm.opponent is not None),
-            "teacher": int(self.teacher is not None),
+            "teacher": int(self.has_teacher),
             "critic": int(self.needs_critic),
             "reward_model": judges,
         }

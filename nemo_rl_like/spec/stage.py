@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.settings import StageSettings
 
 
 class EmaSpec(Spec):
@@ -51,6 +52,8 @@ class StageBase(Spec):
 
     name: str = ""
     """Name of the stage's folder; default: its kind."""
+    settings: StageSettings | None = None
+    """What this stage has otherwise than the experiment; default: nothing."""
 
 
 class PresetStage(StageBase):

@@ -39,7 +39,7 @@ def evaluate_checkpoint(source: Path, how: EvaluationSpec) -> dict[str, float]:
     if spec.environment is None:
         raise InputError(f"{source}: its spec has no `environment`, so there is nothing to evaluate it on")
     with tempfile.TemporaryDirectory(prefix="nrl-eval-") as folder:
-        model = start_model(spec, Path(folder), {"checkpoint": checkpoint})
+        model = start_model(spec, Path(folder), checkpoint)
         with evaluator(spec, Path(folder), model) as (workers, engine):
             return evaluate(workers, engine, how).metrics()
 
@@ -78,7 +78,7 @@ def chat_session(source: Path, *, temperature: float, max_new_tokens: int) -> It
     require_sampler(spec)
     with tempfile.TemporaryDirectory(prefix="nrl-chat-") as folder:
         session = shared_session(spec.cluster, Path(folder))
-        model = start_model(spec, Path(folder), {"checkpoint": checkpoint})
+        model = start_model(spec, Path(folder), checkpoint)
         renderer = Renderer.load(model.folder)
         policy = sampled_policy(session, spec, model)
         try:
@@ -98,11 +98,14 @@ def chat_session(source: Path, *, temperature: float, max_new_tokens: int) -> It
 
 
 def _open(source: Path) -> tuple[ExperimentSpec, Artifact]:
-    """The resolved spec of the run that `source` belongs to, and its checkpoint."""
+    """The resolved spec of the run that `source` belongs to, as the checkpoint's stage sees it, and the checkpoint."""
     checkpoint = _checkpoint(source)
     for folder in (source, *checkpoint.path.parents):
         if (folder / SPEC).is_file():
-            return load_spec(folder / SPEC), checkpoint
+            spec = load_spec(folder / SPEC)
+            made_by = checkpoint.path.resolve().relative_to(folder.resolve()).parts[0]
+            stage = next((s for s in spec.stages if stage_name(s) == made_by), None)
+            return (spec if stage is None else spec.for_stage(stage)), checkpoint
     raise InputError(f"{source}: no {SPEC} in it or above it; give a run's output folder or a checkpoint inside one")
 
 

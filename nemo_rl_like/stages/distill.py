@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from nemo_rl_like.artifacts.stage import StageContext
-from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.policy.client import Policy, TrainedModels
-from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec, domains_of
+from nemo_rl_like.spec.distill import DistillDataSpec, DistillStageSpec, TeacherLogitsStageSpec, domains_of
 from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
 from nemo_rl_like.stages.preflight import check_checkpoints, check_first_weights, config_of, problems_of, renderer_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import StartModel, start_model, start_policy
-from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks
+from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks, teacher_folders
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import context_tokens, worker_group
 from nemo_rl_like.training.data_recipe import DATA
@@ -31,7 +31,7 @@ SERVICE = "nemo_rl_like.training.distillation_service:DistillationService"
 class DistillStage:
     """Trains a student; its artifact is the final checkpoint."""
 
-    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    input_types: tuple[type[Artifact], ...] = (Checkpoint, Dataset)
     output_type: type[Artifact] = Checkpoint
 
     def __init__(self, stage_spec: DistillStageSpec, experiment_spec: ExperimentSpec) -> None:
@@ -50,20 +50,21 @@ class DistillStage:
         stored = stage.data.stored_logits
         if stored is not None and not self._is_made_before(stored):
             checks.append(lambda: self._check_stored(stored))
-        return problems_of(spec, *checks)
+        return problems_of(spec, stage, *checks)
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec, stage = self.spec, self.stage
-        model = start_model(spec, context.folder, inputs)
+        model = start_model(spec, context.folder, context.start_of(inputs))
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         with worker_group(session, "data") as workers:
-            self._host_data(workers, model)
+            folders = teacher_folders(stage, inputs)
+            self._host_data(workers, model, folders, self._data(inputs))
             policy = start_policy(session, spec, model)
             try:
                 with self._engine(policy, model) as engine:
-                    models = () if stage.data.stored_logits is not None else host_teachers(policy.group, spec, stage)
+                    models = () if stage.data.is_stored else host_teachers(policy.group, spec, folders)
                     policy.start_training(stage.optimizer, stage.steps)
                     teachers = Teachers(models, asked_of(stage, model.config))
                     recipe = DistillationRecipe.of(stage, policy, workers, teachers, engine)
@@ -84,13 +85,23 @@ class DistillStage:
         finally:
             engine.close()
 
-    def _host_data(self, workers: WorkerGroup, model: StartModel) -> None:
+    def _data(self, inputs: Mapping[str, Artifact]) -> DistillDataSpec:
+        """The data block, with the folder that an earlier stage wrote."""
+        data = self.stage.data
+        if data.stored_logits_stage is None:
+            return data
+        folder = str(inputs[data.stored_logits_stage].path)
+        return data.model_copy(update={"stored_logits": folder})
+
+    def _host_data(
+        self, workers: WorkerGroup, model: StartModel, folders: Sequence[Path], data: DistillDataSpec
+    ) -> None:
         """Host the service `data`."""
         spec, stage = self.spec, self.stage
         kwargs: dict[str, object] = {
-            "data": stage.data,
+            "data": data,
             "teachers": domains_of(stage.teachers),
-            "origin": origin_of(spec, stage, stage.data.path, Renderer.load(model.folder), model.config),
+            "origin": origin_of(spec, stage, folders, stage.data.path, Renderer.load(model.folder), model.config),
             "tokenizer_folder": str(model.folder.resolve()),
             "seed": spec.seed,
             "max_tokens": context_tokens(spec, model.config),
@@ -99,8 +110,10 @@ class DistillStage:
 
     def _check_stored(self, folder: str) -> None:
         """Stored log-probs are whole, and were made as this stage needs them. Raises InputError."""
-        spec = self.spec
-        open_stored(folder, origin_of(spec, self.stage, self.stage.data.path, renderer_of(spec), config_of(spec)))
+        spec, stage = self.spec, self.stage
+        known = stage.model_copy(update={"teachers": tuple(t for t in stage.teachers if t.stage is None)})
+        folders = teacher_folders(known, {})
+        open_stored(folder, origin_of(spec, known, folders, stage.data.path, renderer_of(spec), config_of(spec)))
 
     def _is_made_before(self, folder: str) -> bool:
         """Whether an earlier stage of this pipeline writes the folder."""

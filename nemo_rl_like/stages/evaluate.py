@@ -41,12 +41,11 @@ class EvaluateStage:
 
     def preflight(self) -> list[str]:
         """Problems of model, devices, engine, environment and prompts."""
-        return problems_of(self.spec, lambda: check_tasks(self.spec, self.stage.evaluation.split))
+        return problems_of(self.spec, self.stage, lambda: check_tasks(self.spec, self.stage.evaluation.split))
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Evaluate one checkpoint after another on the same engine."""
-        first = dict(list(inputs.items())[:1])
-        model = start_model(self.spec, context.folder, first)
+        model = start_model(self.spec, context.folder, next(iter(inputs.values()), None))
         found: dict[str, EvaluationReport] = {}
         with evaluator(self.spec, context.run_folder, model) as (workers, engine):
             for index, name in enumerate(list(inputs) or [MODEL]):

@@ -36,12 +36,12 @@ class PreferenceStage:
 
     def preflight(self) -> list[str]:
         """Problems of model, devices and data."""
-        return problems_of(self.spec, lambda: check_preferences(self.stage, self.spec.seed))
+        return problems_of(self.spec, self.stage, lambda: check_preferences(self.stage, self.spec.seed))
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec, stage = self.spec, self.stage
-        model = start_model(spec, context.folder, inputs)
+        model = start_model(spec, context.folder, context.start_of(inputs))
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         with worker_group(session, "data") as workers:

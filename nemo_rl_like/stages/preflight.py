@@ -41,18 +41,18 @@ from nemo_rl_like.stages.workers import context_tokens, environment_of
 from nemo_rl_like.training.trainer import CHECKPOINTS
 
 
-def problems_of(spec: ExperimentSpec, *further: Callable[[], object]) -> list[str]:
+def problems_of(spec: ExperimentSpec, stage: StageSpec, *further: Callable[[], object]) -> list[str]:
     """What would stop a stage that runs a policy: the messages of the checks that raise an error meant for users."""
-    common: tuple[Callable[[ExperimentSpec], object], ...] = (
-        check_model,
-        check_groups,
-        check_devices,
-        check_engine,
-        check_environment,
-        check_secrets,
-    )
     found: list[str] = []
-    checks: list[Callable[[], object]] = [*(partial(check, spec) for check in common), *further]
+    checks: list[Callable[[], object]] = [
+        partial(check_model, spec),
+        partial(check_groups, spec, stage),
+        partial(check_devices, spec, stage),
+        partial(check_engine, spec),
+        partial(check_environment, spec),
+        partial(check_secrets, spec),
+        *further,
+    ]
     for check in checks:
         try:
             check()
@@ -111,11 +111,10 @@ def _check_weights(spec: ExperimentSpec, folder: Path) -> None:
             WeightMap(ModelConfig.from_hf_folder(folder)).check(weights)
 
 
-def check_groups(spec: ExperimentSpec) -> None:
+def check_groups(spec: ExperimentSpec, stage: StageSpec) -> None:
     """Every group of parameters of an optimizer has some; a critic's are told when it starts. Raises SpecError, InputError."""
-    for stage in spec.stages:
-        if isinstance(stage, (*TRAINING_STAGES, RewardModelStageSpec)) and stage.optimizer.groups:
-            settings_of(stage.optimizer, _trained(spec, stage))
+    if isinstance(stage, (*TRAINING_STAGES, RewardModelStageSpec)) and stage.optimizer.groups:
+        settings_of(stage.optimizer, _trained(spec, stage))
 
 
 def _trained(spec: ExperimentSpec, stage: StageSpec) -> Sequence[Entry]:
@@ -157,6 +156,26 @@ def check_judge(spec: ExperimentSpec, folder: str) -> None:
         )
 
 
+def check_stage_beside(spec: ExperimentSpec, field: str, name: str) -> None:
+    """The model of an earlier stage reads the policy's tokens. Raises InputError."""
+    other = next((s for s in spec.stages if stage_name(s) == name), None)
+    if other is None:
+        return  # the wiring says so
+    seen = spec.for_stage(other)
+    _require_same_tokens(spec, f"`{field}` {name}", renderer_of(seen))
+    if spec.policy.backend == "megatron":
+        shape_of(seen).check_layout(spec.policy.layout)
+
+
+def _require_same_tokens(spec: ExperimentSpec, who: str, renderer: Renderer) -> None:
+    mine, theirs = (r.tokenizer.get_vocab() for r in (renderer_of(spec), renderer))
+    if mine != theirs:
+        raise InputError(
+            f"{who} has another tokenizer than the policy ({len(theirs)} tokens, the policy's {len(mine)}), so it would "
+            "read other tokens; use a model of the same family"
+        )
+
+
 def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> Outline:
     """The shape of a further model that shares ranks and tokens with the policy."""
     if not folder.is_dir():
@@ -166,12 +185,7 @@ def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> Outline:
     config = _outline(spec, folder)
     if isinstance(config, ModelConfig) and spec.policy.backend == "megatron":
         config.check_layout(spec.policy.layout)
-    mine, theirs = (r.tokenizer.get_vocab() for r in (renderer_of(spec), Renderer.load(folder)))
-    if mine != theirs:
-        raise InputError(
-            f"`{field}` {folder} has another tokenizer than the policy ({len(theirs)} tokens, the policy's {len(mine)}), so it would "
-            "read other tokens; use a model of the same family"
-        )
+    _require_same_tokens(spec, f"`{field}` {folder}", Renderer.load(folder))
     _check_weights(spec, folder)
     return config
 
@@ -226,15 +240,14 @@ def _model_folder(spec: ExperimentSpec) -> Path:
     return folder
 
 
-def check_devices(spec: ExperimentSpec) -> None:
+def check_devices(spec: ExperimentSpec, stage: StageSpec) -> None:
     """A device for every rank, of a kind that computes what is asked for. Raises SpecError."""
     ranks = spec.policy.layout.ranks
     devices = require_devices(ranks, spec.cluster)
-    for stage in spec.stages:
-        if isinstance(stage, RlStageSpec) and stage.own_ranks:
-            groups = 1 + sum(stage.models_beside[name] for name in stage.own_ranks)
-            what = f"policy.layout` with `stages.{stage_name(stage)}.own_ranks"
-            require_devices(groups * ranks, spec.cluster, what=what)
+    if isinstance(stage, RlStageSpec) and stage.own_ranks:
+        groups = 1 + sum(stage.models_beside[name] for name in stage.own_ranks)
+        what = f"policy.layout` with `stages.{stage_name(stage)}.own_ranks"
+        require_devices(groups * ranks, spec.cluster, what=what)
     if spec.policy.fp8 is not None and devices.kind == "cpu" and spec.cluster.address is None:
         raise SpecError(
             "`policy.fp8` needs an NVIDIA GPU, and this host shows none; leave it out, or run on a host with one"
@@ -275,7 +288,8 @@ def require_sampler(spec: ExperimentSpec) -> None:
 
 def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec | DistillStageSpec | SampleStageSpec) -> None:
     """vLLM finds weights on disk when it starts. Raises SpecError for a first stage whose model is made from scratch."""
-    trained = any(isinstance(s, TRAINING_STAGES) for s in spec.stages[: spec.stages.index(stage)])
+    before = spec.stages[: [stage_name(s) for s in spec.stages].index(stage_name(stage))]
+    trained = any(isinstance(s, TRAINING_STAGES) and spec.starts_alike(s, stage) for s in before)
     if spec.engine.kind == "vllm" and spec.model.init is not None and not trained:
         raise SpecError(
             f"stage {stage_name(stage)} starts from the random weights of `model.init`, and vLLM starts from weights on disk; "

@@ -38,6 +38,7 @@ class PretrainStage:
         spec, stage = self.spec, self.stage
         return problems_of(
             spec,
+            stage,
             lambda: end_token(renderer_of(spec).tokenizer),
             lambda: sequence_tokens_of(stage.sequence_tokens, context_tokens(spec, config_of(spec))),
             lambda: check_text(stage, spec.seed),
@@ -46,7 +47,7 @@ class PretrainStage:
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec, stage = self.spec, self.stage
-        model = start_model(spec, context.folder, inputs)
+        model = start_model(spec, context.folder, context.start_of(inputs))
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {

@@ -39,12 +39,12 @@ class RewardModelStage:
 
     def preflight(self) -> list[str]:
         """Problems of model, devices and data."""
-        return problems_of(self.spec, lambda: check_reward_data(self.stage, self._seed))
+        return problems_of(self.spec, self.stage, lambda: check_reward_data(self.stage, self._seed))
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec, stage = self.spec, self.stage
-        started = start_model(spec, context.folder, inputs)
+        started = start_model(spec, context.folder, context.start_of(inputs))
         model = replace(started, config=replace(ModelConfig.from_hf_folder(started.folder), score_head=True))
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)

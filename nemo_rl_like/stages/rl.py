@@ -19,6 +19,7 @@ from nemo_rl_like.stages.preflight import (
     check_critic,
     check_first_weights,
     check_judge,
+    check_stage_beside,
     check_tasks,
     check_teacher,
     problems_of,
@@ -58,23 +59,30 @@ class RlStage:
             checks.append(partial(dataflow_of, self.stage))
         if self.stage.teacher is not None:
             checks.append(partial(check_teacher, self.spec, self.stage.teacher))
+        if self.stage.teacher_stage is not None:
+            checks.append(partial(check_stage_beside, self.spec, "teacher_stage", self.stage.teacher_stage))
         if self.stage.critic is not None and self.stage.critic.path is not None:
             checks.append(partial(check_critic, self.spec, self.stage.critic.path))
         judge = self.stage.reward_model
         checks += [partial(check_judge, self.spec, path) for path in (judge.paths if judge is not None else ())]
-        return problems_of(self.spec, partial(check_first_weights, self.spec, self.stage), *checks)
+        for name in judge.stages if judge is not None else ():
+            checks.append(partial(check_stage_beside, self.spec, "reward_model.stages", name))
+        return problems_of(self.spec, self.stage, partial(check_first_weights, self.spec, self.stage), *checks)
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec, stage = self.spec, self.stage
-        model = start_model(spec, context.folder, inputs)
+        model = start_model(spec, context.folder, context.start_of(inputs))
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         with worker_group(session) as workers:
             host_rollout(workers, spec, model.folder, model.config)
             if not prompts_are_known_early(spec):
                 workers.call(ROLLOUT, "check_prompts", "train", what="check of the prompts' lengths")
-            with self._models(context, model, self._judge_folders(inputs)) as (models, engine):
+            with self._models(context, model, self._teacher_folder(inputs), self._judge_folders(inputs)) as (
+                models,
+                engine,
+            ):
                 rollouts = context.folder / ROLLOUTS if spec.logging.rollouts else None
                 ptx = start_ptx(stage.ptx, workers, spec, model)
                 services = StepServices(stage, spec.seed, models, engine, workers, rollouts, ptx)
@@ -85,7 +93,7 @@ class RlStage:
 
     @contextmanager
     def _models(
-        self, context: StageContext, model: StartModel, judges: Sequence[Path]
+        self, context: StageContext, model: StartModel, teacher_folder: Path | None, judges: Sequence[Path]
     ) -> Iterator[tuple[RlModels, RunEngine]]:
         """The models that the algorithm reads, on the policy's ranks or on ranks of their own, and the engine."""
         spec, stage = self.spec, self.stage
@@ -99,7 +107,7 @@ class RlStage:
                 reference = policy.base("reference")
             elif stage.models_beside["reference"]:
                 reference = host("reference", model.folder, model.initialize)
-            teacher = None if stage.teacher is None else host("teacher", Path(stage.teacher))
+            teacher = None if teacher_folder is None else host("teacher", teacher_folder)
             critic = None
             if stage.needs_critic:
                 path = stage.critic_or_default.path
@@ -118,6 +126,12 @@ class RlStage:
         if opponent is None or reference is None:
             return None
         return host_opponent(self.spec.engine, policy, reference, opponent)
+
+    def _teacher_folder(self, inputs: Mapping[str, Artifact]) -> Path | None:
+        """Folder of the teacher, as the spec names it."""
+        if self.stage.teacher_stage is not None:
+            return weights_of(inputs[self.stage.teacher_stage])
+        return None if self.stage.teacher is None else Path(self.stage.teacher)
 
     def _judge_folders(self, inputs: Mapping[str, Artifact]) -> list[Path]:
         """Folders of the reward models, as the spec names them."""

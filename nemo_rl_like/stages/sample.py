@@ -47,11 +47,13 @@ class SampleStage:
     def preflight(self) -> list[str]:
         """Problems of model, devices, engine, environment and prompts."""
         spec = self.spec
-        return problems_of(spec, partial(check_first_weights, spec, self.stage), lambda: check_tasks(spec, "train"))
+        return problems_of(
+            spec, self.stage, partial(check_first_weights, spec, self.stage), lambda: check_tasks(spec, "train")
+        )
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Draw the parts that are not there yet, then join all of them."""
-        model = start_model(self.spec, context.folder, inputs)
+        model = start_model(self.spec, context.folder, context.start_of(inputs))
         with evaluator(self.spec, context.run_folder, model, SERVICE) as (workers, engine):
             if not prompts_are_known_early(self.spec):
                 workers.call(ROLLOUT, "check_prompts", "train", self.stage.tasks, what="check of the prompts' lengths")

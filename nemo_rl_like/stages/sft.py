@@ -38,6 +38,7 @@ class SftStage:
         spec, data = self.spec, self.stage.data
         return problems_of(
             spec,
+            self.stage,
             lambda: check_data(data, environment_of(spec), spec.seed),
             lambda: check_ptx(self.stage.ptx, spec),
         )
@@ -45,7 +46,7 @@ class SftStage:
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Train, resuming from the newest valid checkpoint in the stage's folder."""
         spec = self.spec
-        model = start_model(spec, context.folder, inputs)
+        model = start_model(spec, context.folder, context.start_of(inputs))
         check_checkpoints(context.folder, model.identity)
         session = shared_session(spec.cluster, context.run_folder)
         kwargs: dict[str, object] = {

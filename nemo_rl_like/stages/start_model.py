@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import hash_json
-from nemo_rl_like.artifacts.types import Artifact, Checkpoint
+from nemo_rl_like.artifacts.types import Artifact
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import make_tokenizer
@@ -55,14 +54,12 @@ def weights_of(checkpoint: Artifact) -> Path:
     return checkpoint.path / WEIGHTS
 
 
-def start_model(spec: ExperimentSpec, folder: Path, inputs: Mapping[str, Artifact]) -> StartModel:
-    """The model that a stage in `folder` starts from: the only checkpoint among `inputs`, or the spec's model.
+def start_model(spec: ExperimentSpec, folder: Path, checkpoint: Artifact | None) -> StartModel:
+    """The model that a stage in `folder` starts from: the checkpoint, or else the spec's model.
 
     Raises InputError, SpecError.
     """
-    checkpoints = [artifact for artifact in inputs.values() if isinstance(artifact, Checkpoint)]
-    if checkpoints:
-        (checkpoint,) = checkpoints
+    if checkpoint is not None:
         if has_virtual_tokens(checkpoint.path):
             return replace(_found(checkpoint.path / WEIGHTS), virtual_tokens=checkpoint.path)
         return _found(weights_of(checkpoint))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -11,7 +11,7 @@ from typing import cast
 import ray
 
 from nemo_rl_like.artifacts.stage import StageContext
-from nemo_rl_like.artifacts.types import Artifact, Dataset
+from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.policy.client import Policy
@@ -20,7 +20,7 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.preflight import config_of, problems_of, renderer_of
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import BASE
-from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks
+from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks, teacher_folders
 from nemo_rl_like.stages.workers import worker_group
 from nemo_rl_like.training.data_recipe import DATA
 from nemo_rl_like.training.distillation import Teachers
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class TeacherLogitsStage:
     """Asks teachers; its artifact is the folder `logits`."""
 
-    input_types: tuple[type[Artifact], ...] = ()
+    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
     output_type: type[Artifact] = Dataset
 
     def __init__(self, stage_spec: TeacherLogitsStageSpec, experiment_spec: ExperimentSpec) -> None:
@@ -43,7 +43,7 @@ class TeacherLogitsStage:
     def preflight(self) -> list[str]:
         """Problems of model, devices, data and teachers."""
         data = partial(check_conversations, self.stage.data.path, domains_of(self.stage.teachers))
-        return problems_of(self.spec, data, *teacher_checks(self.spec, self.stage))
+        return problems_of(self.spec, self.stage, data, *teacher_checks(self.spec, self.stage))
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Write the shards that are not there yet, then the manifest."""
@@ -53,16 +53,17 @@ class TeacherLogitsStage:
             left.unlink()
         session = shared_session(self.spec.cluster, context.run_folder)
         with worker_group(session, "data") as workers:
-            self._host_data(workers, context.folder, folder)
+            folders = teacher_folders(self.stage, inputs)
+            self._host_data(workers, context.folder, folder, folders)
             group = Policy.start_ranks(session, self.spec.policy)
             try:
-                models = host_teachers(group, self.spec, self.stage)
+                models = host_teachers(group, self.spec, folders)
                 _write(workers, Teachers(models, asked_of(self.stage, config_of(self.spec))))
             finally:
                 group.shutdown()
         return Dataset.of(folder)
 
-    def _host_data(self, workers: WorkerGroup, stage_folder: Path, folder: Path) -> None:
+    def _host_data(self, workers: WorkerGroup, stage_folder: Path, folder: Path, teachers: Sequence[Path]) -> None:
         """Host the service `data`, with a copy of the policy's tokenizer."""
         spec, stage = self.spec, self.stage
         renderer = renderer_of(spec)
@@ -71,7 +72,7 @@ class TeacherLogitsStage:
         kwargs: dict[str, object] = {
             "path": stage.data.path,
             "teachers": domains_of(stage.teachers),
-            "origin": origin_of(spec, stage, stage.data.path, saved, config_of(spec)),
+            "origin": origin_of(spec, stage, teachers, stage.data.path, saved, config_of(spec)),
             "folder": str(folder.resolve()),
             "tokenizer_folder": str((stage_folder / BASE).resolve()),
             "examples_per_shard": stage.examples_per_shard,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.artifacts.hashing import fingerprint_path
+from nemo_rl_like.artifacts.types import Artifact
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.datasets import load_messages
 from nemo_rl_like.data.render import Renderer
@@ -18,7 +19,8 @@ from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.top import TopK
 from nemo_rl_like.spec.distill import TeachersSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
-from nemo_rl_like.stages.preflight import check_teacher, config_of
+from nemo_rl_like.stages.preflight import check_stage_beside, check_teacher, config_of
+from nemo_rl_like.stages.start_model import weights_of
 from nemo_rl_like.stages.workers import context_tokens
 
 LOGITS = "logits"
@@ -31,9 +33,17 @@ def teacher_checks(spec: ExperimentSpec, block: TeachersSpec) -> list[Callable[[
     return [lambda: tokens_asked(block, config_of(spec)), *each]
 
 
+def teacher_folders(block: TeachersSpec, inputs: Mapping[str, Artifact]) -> tuple[Path, ...]:
+    """Hugging Face folders of the teachers, by number; those of earlier stages are among `inputs`."""
+    return tuple(weights_of(inputs[t.stage]) if t.stage is not None else Path(str(t.path)) for t in block.teachers)
+
+
 def _check_teacher(spec: ExperimentSpec, block: TeachersSpec, number: int) -> None:
     """A teacher fits the policy, and has as many tokens as it is asked for. Raises InputError, SpecError."""
-    field, path = f"teachers.{number}.path", block.teachers[number].path
+    teacher = block.teachers[number]
+    if teacher.stage is not None:
+        return check_stage_beside(spec, f"teachers.{number}.stage", teacher.stage)
+    field, path = f"teachers.{number}.path", str(teacher.path)
     check_teacher(spec, path, field)
     asked, has = tokens_asked(block, config_of(spec)), outline_of(Path(path)).vocab_size
     if has < asked:
@@ -56,24 +66,31 @@ def asked_of(block: TeachersSpec, config: Outline) -> TopK:
 
 
 def origin_of(
-    spec: ExperimentSpec, block: TeachersSpec, path: str, renderer: Renderer, config: Outline
+    spec: ExperimentSpec,
+    block: TeachersSpec,
+    folders: Sequence[Path],
+    path: str,
+    renderer: Renderer,
+    config: Outline,
 ) -> LogitsOrigin:
-    """What the log-probs of the file at `path` depend on. Raises InputError, SpecError."""
+    """What the log-probs of the file at `path`, by the teachers in `folders`, depend on. Raises InputError, SpecError."""
     return LogitsOrigin(
         data=load_messages(path).sha256,
         tokenizer=tokenizer_sha256(renderer.tokenizer),
-        teachers=tuple(f"{t.domain or 'all'}:{fingerprint_path(Path(t.path))}" for t in block.teachers),
+        teachers=tuple(
+            f"{t.domain or 'all'}:{fingerprint_path(folder)}" for t, folder in zip(block.teachers, folders, strict=True)
+        ),
         top_k=tokens_asked(block, config),
         temperature=block.temperature,
         max_tokens=context_tokens(spec, config),
     )
 
 
-def host_teachers(group: WorkerGroup, spec: ExperimentSpec, block: TeachersSpec) -> tuple[Policy, ...]:
-    """The teachers on the policy's ranks, by number."""
+def host_teachers(group: WorkerGroup, spec: ExperimentSpec, folders: Sequence[Path]) -> tuple[Policy, ...]:
+    """The teachers in `folders` on the policy's ranks, by number."""
     hosted = []
-    for number, teacher in enumerate(block.teachers):
+    for number, folder in enumerate(folders):
         model = Policy(group, f"teacher-{number}")
-        model.host(Path(teacher.path), spec.policy, spec.model.dtype, on_host=spec.policy.offload.frozen)
+        model.host(folder, spec.policy, spec.model.dtype, on_host=spec.policy.offload.frozen)
         hosted.append(model)
     return tuple(hosted)

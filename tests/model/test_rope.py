@@ -145,7 +145,7 @@ def test_a_spec_stretches_a_model(tmp_path: Path) -> None:
     scaling = YarnRope(factor=4.0, original_positions=TRAINED)
     model = ModelSpec(path=str(tmp_path / "source"), rope_scaling=scaling)
     spec = ExperimentSpec(output="x", model=model, stages=(ExportStageSpec(),))
-    start = start_model(spec, tmp_path / "stage", {})
+    start = start_model(spec, tmp_path / "stage", None)
     assert (start.config.rope_scaling, start.config.max_positions) == (scaling, 4 * TRAINED)
     read = LlamaForCausalLM.from_pretrained(start.folder)
     assert read.config.rope_parameters["factor"] == 4.0 and read.config.max_position_embeddings == 4 * TRAINED

@@ -315,3 +315,41 @@ def test_the_json_schema_refuses_unknown_keys_and_knows_extends() -> None:
 def test_the_log_prob_gap_that_is_allowed_goes_with_the_precision(model: DType, engine: DType, limit: float) -> None:
     assert EngineSpec(dtype=engine).gap_limit(model) == limit
     assert EngineSpec(dtype=engine, max_gap_p99=0.05).gap_limit(model) == 0.05
+
+
+SETTINGS = """
+output: x
+model: {init: {}, tokenizer: {characters: "01"}}
+policy: {threads_per_rank: 1, layout: {tp: 2}}
+stages:
+  - kind: pretrain
+    data: {paths: [x]}
+  - kind: pretrain
+    name: other
+    data: {paths: [x]}
+    settings:
+      policy: {layout: {pp: 2}, adapter: null}
+      model: {path: y}
+"""
+
+
+def test_a_stages_settings_are_lines_over_the_experiments_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(SETTINGS)
+    spec = load_spec(file)
+    first, other = (spec.for_stage(stage) for stage in spec.stages)
+    assert first.policy == spec.policy
+    assert (other.policy.threads_per_rank, other.policy.layout.tp, other.policy.layout.pp) == (1, 2, 2)
+    assert (other.model.path, other.model.init) == ("y", None)
+    file.write_text(resolved_yaml(spec))
+    assert load_spec(file) == spec
+
+
+def test_a_stages_settings_are_held_to_the_experiments_rules(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(SETTINGS.replace("adapter: null", "fp8: {}"))
+    with pytest.raises(SpecProblems, match=r"stage 'other' with its `settings`: .*fp8"):
+        load_spec(file)
+    file.write_text(SETTINGS.replace("adapter: null", "adaptor: null"))
+    with pytest.raises(SpecProblems, match=r"settings\.policy\.adaptor.*did you mean `adapter`"):
+        load_spec(file)

@@ -114,12 +114,13 @@ def test_an_architecture_that_megatron_lacks_passes_with_fsdp_alone(tmp_path: Pa
     olmo2(tmp_path / "model")
     spec = spec_of(tmp_path, "stages.sft.optimizer.groups=[{match: '*q_norm.weight', weight_decay: 0.1}]")
     check_model(spec)
-    check_groups(spec)
+    check_groups(spec, spec.stages[0])
     assert config_of(spec).family == "olmo2"
     with pytest.raises(NrlError, match=r"model_type is 'olmo2'.*Set `policy.backend: fsdp`"):
         check_model(spec_of(tmp_path, "policy.backend=megatron"))
     with pytest.raises(SpecError, match="matches no parameter"):
-        check_groups(spec_of(tmp_path, "stages.sft.optimizer.groups=[{match: '*linear_qkv*'}]"))
+        wrong = spec_of(tmp_path, "stages.sft.optimizer.groups=[{match: '*linear_qkv*'}]")
+        check_groups(wrong, wrong.stages[0])
     with pytest.raises(SpecError, match=r"engine.kind: vllm"):
         require_sampler(spec)
     require_sampler(spec_of(tmp_path, "engine.kind=vllm"))
