@@ -14,8 +14,9 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.policy.client import Policy, TrainedModels
 from nemo_rl_like.spec.distill import DistillDataSpec, DistillStageSpec, TeacherLogitsStageSpec, domains_of
 from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
-from nemo_rl_like.stages.preflight import check_checkpoints, check_first_weights, config_of, problems_of, renderer_of
+from nemo_rl_like.stages.preflight import check_checkpoints, check_first_weights, problems_of
 from nemo_rl_like.stages.session import shared_session
+from nemo_rl_like.stages.shapes import config_of, renderer_of
 from nemo_rl_like.stages.start_model import StartModel, start_model, start_policy
 from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks, teacher_folders
 from nemo_rl_like.stages.training import train

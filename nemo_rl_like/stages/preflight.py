@@ -14,13 +14,12 @@ from nemo_rl_like.artifacts.errors import InputError, NrlError, SpecError
 from nemo_rl_like.checkpoint.layout import CheckpointError, ModelIdentity, read_manifest, require_model, step_folders
 from nemo_rl_like.cluster.devices import require_devices, visible_devices
 from nemo_rl_like.data.render import Renderer
-from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
-from nemo_rl_like.model.hf_config import ModelConfig, stretched
+from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.lora_map import check_targets
-from nemo_rl_like.model.outline import Outline, outline_of
+from nemo_rl_like.model.outline import Outline
 from nemo_rl_like.model.prefix import check_prefix
 from nemo_rl_like.model.virtual_tokens import check_prompt
 from nemo_rl_like.model.weight_entries import Entry
@@ -36,6 +35,8 @@ from nemo_rl_like.spec.policy import PrefixTuningSpec, PromptTuningSpec, RouterS
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
+from nemo_rl_like.stages.capacity import check_disk, check_memory
+from nemo_rl_like.stages.shapes import config_of, outline_in, renderer_of, shape_of
 from nemo_rl_like.stages.sharded import check_sharded, shapes_in
 from nemo_rl_like.stages.workers import context_tokens, environment_of
 from nemo_rl_like.training.trainer import CHECKPOINTS
@@ -51,6 +52,8 @@ def problems_of(spec: ExperimentSpec, stage: StageSpec, *further: Callable[[], o
         partial(check_engine, spec),
         partial(check_environment, spec),
         partial(check_secrets, spec),
+        partial(check_disk, spec),
+        partial(check_memory, spec, stage),
         *further,
     ]
     for check in checks:
@@ -182,62 +185,12 @@ def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> Outline:
         raise InputError(
             f"`{field}` is {str(folder)!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder"
         )
-    config = _outline(spec, folder)
+    config = outline_in(spec, folder)
     if isinstance(config, ModelConfig) and spec.policy.backend == "megatron":
         config.check_layout(spec.policy.layout)
     _require_same_tokens(spec, f"`{field}` {folder}", Renderer.load(folder))
     _check_weights(spec, folder)
     return config
-
-
-def renderer_of(spec: ExperimentSpec) -> Renderer:
-    """The tokenizer that the spec names, with its chat template. Raises InputError."""
-    if spec.model.tokenizer is not None:
-        return Renderer(make_tokenizer(spec.model.tokenizer), "model.tokenizer")
-    return Renderer.load(_model_folder(spec))
-
-
-def config_of(spec: ExperimentSpec) -> Outline:
-    """The outline of the model that the spec names. Raises InputError, SpecError."""
-    if spec.model.init is None and spec.policy.backend == "fsdp":
-        return _stretched(spec, _outline(spec, _model_folder(spec)))
-    return shape_of(spec)
-
-
-def shape_of(spec: ExperimentSpec) -> ModelConfig:
-    """The shape of the model that the spec names, as Megatron builds it. Raises InputError."""
-    if spec.model.init is None:
-        found = ModelConfig.from_hf_folder(_model_folder(spec))
-    else:
-        found = ModelConfig.from_init(spec.model.init, len(renderer_of(spec).tokenizer))
-    return stretched(found, spec.model.rope_scaling, spec.model.max_positions)
-
-
-def _outline(spec: ExperimentSpec, folder: Path) -> Outline:
-    """What the backend reads of a folder's config.json."""
-    return outline_of(folder) if spec.policy.backend == "fsdp" else ModelConfig.from_hf_folder(folder)
-
-
-def _stretched(spec: ExperimentSpec, config: Outline) -> Outline:
-    """The model with the spec's positions. Raises SpecError for a family whose config.json this package does not write."""
-    if isinstance(config, ModelConfig):
-        return stretched(config, spec.model.rope_scaling, spec.model.max_positions)
-    if spec.model.rope_scaling is not None:
-        raise SpecError(
-            f"`model.rope_scaling` is given, and {config.family} is none of the families whose config.json this package writes; leave it out, "
-            "and stretch positions in the model's own config.json"
-        )
-    return config
-
-
-def _model_folder(spec: ExperimentSpec) -> Path:
-    folder = Path(str(spec.model.path))
-    if not folder.is_dir():
-        raise InputError(
-            f"`model.path` is {spec.model.path!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face "
-            "folder, or fetch a small one with `nrl model fetch smollm2-135m`"
-        )
-    return folder
 
 
 def check_devices(spec: ExperimentSpec, stage: StageSpec) -> None:

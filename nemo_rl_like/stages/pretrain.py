@@ -11,8 +11,9 @@ from nemo_rl_like.policy.client import TrainedModels
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec
 from nemo_rl_like.stages.averaging import hand_on, start_average
-from nemo_rl_like.stages.preflight import check_checkpoints, config_of, problems_of, renderer_of
+from nemo_rl_like.stages.preflight import check_checkpoints, problems_of
 from nemo_rl_like.stages.session import shared_session
+from nemo_rl_like.stages.shapes import config_of, renderer_of
 from nemo_rl_like.stages.start_model import start_model, start_policy
 from nemo_rl_like.stages.training import train
 from nemo_rl_like.stages.workers import context_tokens, worker_group

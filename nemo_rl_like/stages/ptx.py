@@ -7,7 +7,7 @@ from nemo_rl_like.data.document_ids import end_token
 from nemo_rl_like.data.documents import load_documents
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.pretrain import PtxSpec
-from nemo_rl_like.stages.preflight import config_of, renderer_of
+from nemo_rl_like.stages.shapes import config_of, renderer_of
 from nemo_rl_like.stages.start_model import StartModel
 from nemo_rl_like.stages.workers import context_tokens
 from nemo_rl_like.training.pretrain_service import sequence_tokens_of

@@ -17,8 +17,9 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.spec.distill import TeacherLogitsStageSpec, domains_of
 from nemo_rl_like.spec.experiment import ExperimentSpec
-from nemo_rl_like.stages.preflight import config_of, problems_of, renderer_of
+from nemo_rl_like.stages.preflight import problems_of
 from nemo_rl_like.stages.session import shared_session
+from nemo_rl_like.stages.shapes import config_of, renderer_of
 from nemo_rl_like.stages.start_model import BASE
 from nemo_rl_like.stages.teachers import LOGITS, asked_of, host_teachers, origin_of, teacher_checks, teacher_folders
 from nemo_rl_like.stages.workers import worker_group

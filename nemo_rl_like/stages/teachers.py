@@ -19,7 +19,8 @@ from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.top import TopK
 from nemo_rl_like.spec.distill import TeachersSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
-from nemo_rl_like.stages.preflight import check_stage_beside, check_teacher, config_of
+from nemo_rl_like.stages.preflight import check_stage_beside, check_teacher
+from nemo_rl_like.stages.shapes import config_of
 from nemo_rl_like.stages.start_model import weights_of
 from nemo_rl_like.stages.workers import context_tokens
 

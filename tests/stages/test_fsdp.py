@@ -13,7 +13,8 @@ from nemo_rl_like.artifacts.errors import NrlError, SpecError
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec
-from nemo_rl_like.stages.preflight import check_groups, check_model, config_of, require_sampler
+from nemo_rl_like.stages.preflight import check_groups, check_model, require_sampler
+from nemo_rl_like.stages.shapes import config_of
 from tests.stages.killing import finish, metric_lines, tensor_files, write_rows, write_tiny
 from tests.tiny_folders import save_llama
 
