@@ -89,6 +89,28 @@ def validate(spec: SpecFile, overrides: Overrides = None, as_json: AsJson = Fals
 
 
 @app.command()
+def explain(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    device: Annotated[str, typer.Option(help="Device to plan for: a100, h100, h200, b200.")] = "h100",
+    efficiency: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of its peak that is reached.")] = 0.4,
+    every_value: Annotated[bool, typer.Option("--all", help="Show defaults too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what a spec comes to: each value's origin, devices, memory, tokens, time, downloads, warnings."""
+    from nemo_rl_like.cli.commands import explain as command
+
+    command.explain(
+        spec,
+        overrides or [],
+        device=device,
+        efficiency=efficiency,
+        every_value=every_value,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     from nemo_rl_like.cli.commands import spec as command

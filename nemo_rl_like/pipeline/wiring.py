@@ -88,7 +88,7 @@ def _taken(stage: StageSpec, spec: ExperimentSpec, before: Sequence[StageSpec]) 
     """What `stage` takes from earlier stages."""
     alike = _names([s for s in before if spec.starts_alike(s, stage)], TRAINING_STAGES)
     if isinstance(stage, TeacherLogitsStageSpec):
-        return _teachers(stage)
+        return (*_conversations(stage), *_teachers(stage))
     if isinstance(stage, EvaluateStageSpec):
         return (_Taken(stage.checkpoints or alike, CHECKPOINTS, TRAINING_STAGES, "a checkpoint"),)
     if isinstance(stage, ExportStageSpec):
@@ -99,13 +99,19 @@ def _taken(stage: StageSpec, spec: ExperimentSpec, before: Sequence[StageSpec]) 
     if isinstance(stage, SftStageSpec) and stage.data.is_made:
         taken.append(_dataset(stage, before))
     if isinstance(stage, DistillStageSpec):
-        taken.extend(_teachers(stage))
+        taken.extend((*_conversations(stage), *_teachers(stage)))
         if stage.data.stored_logits_stage is not None:
             stored = (stage.data.stored_logits_stage,)
             taken.append(_Taken(stored, "data.stored_logits_stage", (TeacherLogitsStageSpec,), "teachers' log-probs"))
     if isinstance(stage, RlStageSpec):
         taken.extend(_beside(stage))
     return tuple(taken)
+
+
+def _conversations(stage: DistillStageSpec | TeacherLogitsStageSpec) -> tuple[_Taken, ...]:
+    """The data that an earlier stage makes."""
+    named = stage.data.from_stage
+    return () if named is None else (_Taken((named,), "data.from_stage", (SampleStageSpec,), "a dataset"),)
 
 
 def _teachers(stage: DistillStageSpec | TeacherLogitsStageSpec) -> tuple[_Taken, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -81,11 +81,35 @@ class DistillationSpec(Spec):
     """Weight of the cross-entropy on the data's own responses that is added."""
 
 
-class DistillDataSpec(Spec):
+class ConversationsSpec(Spec):
+    """Conversations of a file, or those that an earlier stage kept."""
+
+    path: str | None = None
+    """JSONL file: one {"messages": [...], "domain"?} a line; prompts without a response will do where all are sampled."""
+    from_stage: str | None = None
+    """Or: the `sample` stage whose dataset it is."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ConversationsSpec:
+        if (self.path is None) == (self.from_stage is None):
+            raise ValueError("give exactly one of `path` and `from_stage`")
+        return self
+
+    @property
+    def file(self) -> str:
+        """The file. Raises ValueError while an earlier stage has yet to make it."""
+        if self.path is None:
+            raise ValueError(f"stage {self.from_stage!r} makes the file")
+        return self.path
+
+    def made_at(self, path: str) -> Self:
+        """The same data, with the file that the earlier stage made."""
+        return self.model_copy(update={"path": path, "from_stage": None})
+
+
+class DistillDataSpec(ConversationsSpec):
     """Conversations to distill on."""
 
-    path: str
-    """JSONL file: one {"messages": [...], "domain"?} a line; prompts without a response will do where all are sampled."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the conversations held out for the validation loss."""
     stored_logits: str | None = None
@@ -175,11 +199,8 @@ class DistillStageSpec(PresetStage, TeachersSpec, DistillationSpec):
             )
 
 
-class TeacherDataSpec(Spec):
+class TeacherDataSpec(ConversationsSpec):
     """Conversations whose log-probs are stored."""
-
-    path: str
-    """JSONL file: one {"messages": [...], "domain"?} a line."""
 
 
 class TeacherLogitsStageSpec(StageBase, TeachersSpec):

@@ -52,13 +52,18 @@ def load_spec(path: FilePath | str, overrides: Sequence[str] = ()) -> Experiment
     Raises:
         SpecProblems (a SpecError): lists every problem with file, line, path, nearest key, allowed values and help.
     """
+    return load_with_places(path, overrides)[0]
+
+
+def load_with_places(path: FilePath | str, overrides: Sequence[str] = ()) -> tuple[ExperimentSpec, Node]:
+    """As `load_spec`, with the values as they were written and where: parents merged, presets and references filled in, no defaults."""
     schema = _model_schema()
     written = apply_overrides(read_with_parents(FilePath(path), _written_out), overrides)
     written = with_settings(with_presets(_written_out(written), _written_out))
     _refuse_plain_secrets(written)
     root = with_kinds(interpolate(written), schema)
     try:
-        return ExperimentSpec.model_validate_json(json.dumps(plain(root)), strict=True)
+        return ExperimentSpec.model_validate_json(json.dumps(plain(root)), strict=True), root
     except ValidationError as error:
         raise SpecProblems(explain(error, root, schema)) from None
 

@@ -43,13 +43,14 @@ class DistillStage:
         """Problems of model, devices, data, teachers, and of the engine or of stored log-probs."""
         spec, stage = self.spec, self.stage
         checks: list[Callable[[], object]] = [
-            partial(check_distillation, stage, spec.seed),
             *teacher_checks(spec, stage),
         ]
+        if stage.data.from_stage is None:
+            checks.append(partial(check_distillation, stage, spec.seed))
         if stage.sampled_per_step:
             checks.append(partial(check_first_weights, spec, stage))
         stored = stage.data.stored_logits
-        if stored is not None and not self._is_made_before(stored):
+        if stored is not None and stage.data.from_stage is None and not self._is_made_before(stored):
             checks.append(lambda: self._check_stored(stored))
         return problems_of(spec, stage, *checks)
 
@@ -87,8 +88,10 @@ class DistillStage:
             engine.close()
 
     def _data(self, inputs: Mapping[str, Artifact]) -> DistillDataSpec:
-        """The data block, with the folder that an earlier stage wrote."""
+        """The data block, with what earlier stages wrote."""
         data = self.stage.data
+        if data.from_stage is not None:
+            data = data.made_at(str(inputs[data.from_stage].path.resolve()))
         if data.stored_logits_stage is None:
             return data
         folder = str(inputs[data.stored_logits_stage].path)
@@ -102,7 +105,7 @@ class DistillStage:
         kwargs: dict[str, object] = {
             "data": data,
             "teachers": domains_of(stage.teachers),
-            "origin": origin_of(spec, stage, folders, stage.data.path, Renderer.load(model.folder), model.config),
+            "origin": origin_of(spec, stage, folders, data.file, Renderer.load(model.folder), model.config),
             "tokenizer_folder": str(model.folder.resolve()),
             "seed": spec.seed,
             "max_tokens": context_tokens(spec, model.config),
@@ -114,7 +117,7 @@ class DistillStage:
         spec, stage = self.spec, self.stage
         known = stage.model_copy(update={"teachers": tuple(t for t in stage.teachers if t.stage is None)})
         folders = teacher_folders(known, {})
-        open_stored(folder, origin_of(spec, known, folders, stage.data.path, renderer_of(spec), config_of(spec)))
+        open_stored(folder, origin_of(spec, known, folders, stage.data.file, renderer_of(spec), config_of(spec)))
 
     def _is_made_before(self, folder: str) -> bool:
         """Whether an earlier stage of this pipeline writes the folder."""

@@ -15,7 +15,7 @@ from nemo_rl_like.artifacts.types import Artifact, Checkpoint, Dataset
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.policy.client import Policy
-from nemo_rl_like.spec.distill import TeacherLogitsStageSpec, domains_of
+from nemo_rl_like.spec.distill import TeacherDataSpec, TeacherLogitsStageSpec, domains_of
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.preflight import problems_of
 from nemo_rl_like.stages.session import shared_session
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class TeacherLogitsStage:
     """Asks teachers; its artifact is the folder `logits`."""
 
-    input_types: tuple[type[Artifact], ...] = (Checkpoint,)
+    input_types: tuple[type[Artifact], ...] = (Checkpoint, Dataset)
     output_type: type[Artifact] = Dataset
 
     def __init__(self, stage_spec: TeacherLogitsStageSpec, experiment_spec: ExperimentSpec) -> None:
@@ -43,8 +43,10 @@ class TeacherLogitsStage:
 
     def preflight(self) -> list[str]:
         """Problems of model, devices, data and teachers."""
-        data = partial(check_conversations, self.stage.data.path, domains_of(self.stage.teachers))
-        return problems_of(self.spec, self.stage, data, *teacher_checks(self.spec, self.stage))
+        stage, checks = self.stage, teacher_checks(self.spec, self.stage)
+        if stage.data.path is not None:
+            checks.append(partial(check_conversations, stage.data.path, domains_of(stage.teachers)))
+        return problems_of(self.spec, stage, *checks)
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Write the shards that are not there yet, then the manifest."""
@@ -55,7 +57,7 @@ class TeacherLogitsStage:
         session = shared_session(self.spec.cluster, context.run_folder)
         with worker_group(session, "data") as workers:
             folders = teacher_folders(self.stage, inputs)
-            self._host_data(workers, context.folder, folder, folders)
+            self._host_data(workers, context.folder, folder, folders, self._data(inputs))
             group = Policy.start_ranks(session, self.spec.policy)
             try:
                 models = host_teachers(group, self.spec, folders)
@@ -64,16 +66,23 @@ class TeacherLogitsStage:
                 group.shutdown()
         return Dataset.of(folder)
 
-    def _host_data(self, workers: WorkerGroup, stage_folder: Path, folder: Path, teachers: Sequence[Path]) -> None:
+    def _data(self, inputs: Mapping[str, Artifact]) -> TeacherDataSpec:
+        """The data block, with the file that an earlier stage made."""
+        data = self.stage.data
+        return data if data.from_stage is None else data.made_at(str(inputs[data.from_stage].path.resolve()))
+
+    def _host_data(
+        self, workers: WorkerGroup, stage_folder: Path, folder: Path, teachers: Sequence[Path], data: TeacherDataSpec
+    ) -> None:
         """Host the service `data`, with a copy of the policy's tokenizer."""
         spec, stage = self.spec, self.stage
         renderer = renderer_of(spec)
         renderer.tokenizer.save_pretrained(str(stage_folder / BASE))
         saved = Renderer.load(stage_folder / BASE)
         kwargs: dict[str, object] = {
-            "path": stage.data.path,
+            "path": data.file,
             "teachers": domains_of(stage.teachers),
-            "origin": origin_of(spec, stage, teachers, stage.data.path, saved, config_of(spec)),
+            "origin": origin_of(spec, stage, teachers, data.file, saved, config_of(spec)),
             "folder": str(folder.resolve()),
             "tokenizer_folder": str((stage_folder / BASE).resolve()),
             "examples_per_shard": stage.examples_per_shard,

@@ -69,7 +69,7 @@ class DistillationService(DataService[Conversation]):
         self._stored: StoredLogits | None = None
         if data.stored_logits is not None:
             self._stored = open_stored(data.stored_logits, origin)
-        examples = _split(load_conversations(data.path, teachers), data, seed)
+        examples = _split(load_conversations(data.file, teachers), data, seed)
         super().__init__(examples, tokenizer_folder=tokenizer_folder, seed=seed, max_tokens=max_tokens)
 
     def mixed(self, position: DataPosition, plan: MixedPlan, engine: Generator) -> MixedBatch:
@@ -152,7 +152,7 @@ def _split(dataset: ConversationDataset, data: DistillDataSpec, seed: int) -> Fi
 
 def check_distillation(stage: DistillStageSpec, seed: int) -> None:
     """Open the data and see that it has what the stage reads. Raises InputError."""
-    dataset = load_conversations(stage.data.path, domains_of(stage.teachers))
+    dataset = load_conversations(stage.data.file, domains_of(stage.teachers))
     reads_responses = stage.sampled_per_step < stage.examples_per_step or stage.validate_every_steps > 0
     for conversation in dataset.examples:
         if reads_responses and not conversation.has_response:

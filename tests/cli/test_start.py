@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,12 @@ COMMANDS = (
     "export",
     "resume",
     "layout",
+    "explain",
+    "pipeline plan",
+    "pipeline run",
+    "pipeline status",
+    "pipeline why",
+    "pipeline lineage",
     "env list",
     "model fetch",
     "model check",
@@ -50,6 +57,16 @@ def test_help_of_every_command_imports_nothing_heavy(command: str) -> None:
     done = nrl(*command.split(), "--help", before=REPORT_HEAVY)
     assert done.returncode == 0
     assert "Usage: nrl" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+DEMO = Path(__file__).parents[2] / "configs/demo.yaml"
+
+
+@pytest.mark.parametrize("command", ["explain", "validate", "pipeline plan"])
+def test_what_a_login_node_asks_of_a_spec_imports_nothing_heavy(command: str) -> None:
+    done = nrl(*command.split(), str(DEMO), before=REPORT_HEAVY)
+    assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "[]"
 
 
