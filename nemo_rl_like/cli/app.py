@@ -111,6 +111,22 @@ def explain(
 
 
 @app.command()
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="Spec of the job that this host is to carry.")
+    ] = None,
+    overrides: Overrides = None,
+    shared: Annotated[Path | None, typer.Option(help="Folder that all hosts see; default: the spec's output.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Examine this host: drivers, fabric, shared folder, ports, limits, versions; each finding with its fix."""
+    from nemo_rl_like.cli.commands import doctor as command
+
+    if not command.doctor(spec, overrides or [], shared, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     from nemo_rl_like.cli.commands import spec as command

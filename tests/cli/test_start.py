@@ -24,6 +24,7 @@ COMMANDS = (
     "export",
     "resume",
     "layout",
+    "doctor",
     "explain",
     "pipeline plan",
     "pipeline run",
