@@ -10,6 +10,7 @@ import sys
 import typer
 
 from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.artifacts.redaction import redacted
 from nemo_rl_like.cli.app import app
 
 CTRL_C = 130
@@ -25,5 +26,5 @@ def main() -> None:
             typer.echo("stopped by Ctrl-C; a run goes on from its last checkpoint with --resume", err=True)
         raise
     except NrlError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(redacted(f"error: {error}"), err=True)
         sys.exit(error.exit_code)

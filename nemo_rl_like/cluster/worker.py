@@ -30,6 +30,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 import ray
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.redaction import redacting_handlers
 from nemo_rl_like.cluster import last_words
 from nemo_rl_like.cluster.context import Hosted, RankContext
 
@@ -261,9 +262,8 @@ def _capture_output(path: Path) -> int:
     os.dup2(handle, 2)
     os.close(handle)
     sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    redacting_handlers("%(asctime)s %(levelname)s %(name)s: %(message)s")
     _quieten()
     return start
 

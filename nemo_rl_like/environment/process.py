@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.redaction import redacted
 from nemo_rl_like.environment.types import EnvironmentContractError, Unscorable
 from nemo_rl_like.environment.wire import Answer, Call, decode_answer, encode_call, frame, read_frame
 from nemo_rl_like.spec.environment import EnvironmentSpec
@@ -137,7 +138,7 @@ class EnvironmentProcess:
         while chunk := await self._process.stderr.read(4096):
             for line in chunk.decode(errors="replace").splitlines():
                 log.debug("environment process %d: %s", self._process.pid, line)
-                self._tail.append(line)
+                self._tail.append(redacted(line))
 
 
 def _clean_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from nemo_rl_like.artifacts.errors import InputError, NrlError, SpecError
+from nemo_rl_like.artifacts.redaction import redacted
 from nemo_rl_like.data.messages import JSON, Message, Tool, assistant, user
 
 __all__ = [
@@ -38,6 +39,7 @@ class Unscorable(Exception):
     """The episode cannot be scored: it becomes invalid and is counted, it does not become zero."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        detail = redacted(detail)
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         """One word or two; metrics count by it."""

@@ -7,6 +7,7 @@ Whatever the moment of a kill, the next start finds either a record of that key 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from nemo_rl_like.artifacts.errors import OutputFolderError, StoppedBySignal
+from nemo_rl_like.artifacts.redaction import redacted, watch
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import ARTIFACT_TYPES, Artifact
 from nemo_rl_like.pipeline.decision import Action, decide
@@ -75,6 +77,7 @@ def run_pipeline(
         SpecError, InputError, OutputFolderError: before anything is started or changed.
         StoppedBySignal: a stage saved its state because it was asked to stop.
     """
+    watch({name: os.environ[ref.env] for name, ref in spec.secrets.items() if ref.env in os.environ})
     output = Path(spec.output)
     check_output(output, start)
     if start == "resume":
@@ -212,7 +215,7 @@ class _Attempt:
     ) -> None:
         if error is not None:
             stopped = isinstance(error, StoppedBySignal | KeyboardInterrupt)
-            self.end("stopped" if stopped else "failed", error=f"{type(error).__name__}: {error}")
+            self.end("stopped" if stopped else "failed", error=redacted(f"{type(error).__name__}: {error}"))
 
     def end(self, state: State, *, output: OutputRecord | None = None, error: str | None = None) -> None:
         """Write how the attempt ended."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.pickles import require_harmless
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
@@ -26,6 +27,14 @@ logger = logging.getLogger(__name__)
 
 KIND = "fp8"
 """Before the names of such bytes, beside the kinds of the optimizer's state."""
+ALLOWED = (
+    "collections.OrderedDict",
+    "torch._utils._rebuild_tensor_v2",
+    "torch.FloatStorage",
+    "torch.ByteStorage",
+    "transformer_engine.common.recipe.*",
+)
+"""What the state, which is a pickle, may load: tensors and the recipe."""
 FILE = "fp8.json"
 """Beside them: what they were made with."""
 
@@ -82,7 +91,9 @@ def load_scaling(model: MegatronModel, folder: Path, reader: TensorReader, fp8: 
     for name, module in scaling_modules(model).items():
         key = f"{KIND}/{name}"
         if key in stored:
-            module.set_extra_state(reader.get(key))
+            state = reader.get(key)
+            require_harmless(state.numpy().tobytes(), ALLOWED, f"{folder}: FP8 scaling state of {name}")
+            module.set_extra_state(state)
         elif _bytes_of(module) is not None:
             raise InputError(
                 f"{folder} has FP8 scaling state, but none of {name}; it is of another model or damaged. Start anew from the checkpoint's "

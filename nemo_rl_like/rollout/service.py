@@ -12,6 +12,7 @@ import ray
 from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.redaction import watch
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.environment.pool import EnvironmentPool
@@ -89,6 +90,7 @@ class RolloutService:
         self._tasks: dict[str, dict[str, Task]] = {}
         self._last: Collected | None = None
         self._loop = LoopThread("environments")
+        watch(extra_env or {})
         self._pool = EnvironmentPool(self._spec, extra_env=extra_env)
         self._loop.run(self._pool.start())
         self._dialogue = dialogue_of(self._source, self._pool, self._loop)
