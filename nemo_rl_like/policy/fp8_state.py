@@ -92,7 +92,8 @@ def load_scaling(model: MegatronModel, folder: Path, reader: TensorReader, fp8: 
         key = f"{KIND}/{name}"
         if key in stored:
             state = reader.get(key)
-            require_harmless(state.numpy().tobytes(), ALLOWED, f"{folder}: FP8 scaling state of {name}")
+            if state.numel():
+                require_harmless(state.numpy().tobytes(), ALLOWED, f"{folder}: FP8 scaling state of {name}")
             module.set_extra_state(state)
         elif _bytes_of(module) is not None:
             raise InputError(
