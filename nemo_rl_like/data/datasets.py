@@ -1,32 +1,22 @@
-"""JSONL files of conversations: read whole, checked line by line, hashed by content."""
+"""Files of conversations: read whole, checked line by line, hashed by content."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.content_split import split_by_content
+from nemo_rl_like.data.foreign import FORMATS, as_conversation
 from nemo_rl_like.data.messages import JSON, ROLES, Message, WeightedMessage
+from nemo_rl_like.data.row_files import KINDS, Line, rows_of
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a JSONL file."""
-
-    value: JSON
-    """What it says."""
-    number: int
-    """Line number, from 1."""
-    where: str
-    """`file:number`, for messages to people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +46,8 @@ class MessageDataset:
 def load_messages(path: str | Path) -> MessageDataset:
     """Read a JSONL file of conversations.
 
-    A line is `{"messages": [{"role", "content", "weight"?}, ...], ...}`, a list of `{"role", "content"}`, or one `{"role", "content", ...}`.
+    A line is `{"messages": [{"role", "content", "weight"?}, ...], ...}`, a list of `{"role", "content"}`, or one `{"role", "content", ...}`; or a row of
+    another system (`data/foreign.py`), in any kind of file that `data/row_files.py` reads.
 
     Raises:
         InputError: the file cannot be read, a line is malformed (names file, line and field), or there is no example.
@@ -74,8 +65,8 @@ def read_lines(path: str | Path, looks: str) -> list[Line]:
     """
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"{file}: no such file; give the path of a JSONL file with lines {looks}")
-    lines = list(_lines(file))
+        raise InputError(f"{file}: no such file; give the path of a file ({KINDS}) with rows {looks}")
+    lines = list(rows_of(file))
     if not lines:
         raise InputError(f"{file}: the dataset is empty; it needs at least one line {looks}")
     return lines
@@ -136,22 +127,12 @@ def parse_conversation(
         }
     if "role" in value or "content" in value:
         return (_message(value, where, "", weighted),), {k: v for k, v in value.items() if k not in ("role", "content")}
-    raise InputError(f"{where}: has neither `messages` nor `role` and `content`; its keys are {sorted(value)}")
-
-
-def _lines(file: Path) -> Iterator[Line]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not UTF-8 text (byte {error.start}); convert it with `iconv -t utf-8`") from error
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            yield Line(json.loads(text), number, where)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where}: is not valid JSON: {error.msg} at column {error.colno}") from error
+    known = as_conversation(value, where)
+    if known is not None:
+        return parse_conversation(known, where, weighted=weighted)
+    raise InputError(
+        f"{where}: has neither `messages` nor `role` and `content`, and is no row of {FORMATS}; its keys are {sorted(value)}"
+    )
 
 
 def _said(message: Message) -> JSON:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.data.datasets import Line, content_sha256, parse_messages, read_lines
+from nemo_rl_like.data.datasets import content_sha256, parse_messages, read_lines
+from nemo_rl_like.data.foreign import as_pair
 from nemo_rl_like.data.messages import JSON, Message, assistant, user
+from nemo_rl_like.data.row_files import Line
 
 T = TypeVar("T")
 PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}'
@@ -95,6 +97,8 @@ def unpaired(pairs: Sequence[Pair]) -> tuple[Judged, ...]:
 
 
 def _pair(line: Line) -> Pair:
+    if isinstance(line.value, Mapping):
+        line = replace(line, value=as_pair(line.value, line.where))
     row = fields_of(line, ("chosen", "rejected"), PAIR, "rows with `completion` and `label` are for `losses: [kto]`")
     sides = {name: messages_of(row[name], assistant, line.where, name) for name in ("chosen", "rejected")}
     if "prompt" in row:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.data.datasets import Line, content_sha256, read_lines
+from nemo_rl_like.data.datasets import content_sha256, read_lines
 from nemo_rl_like.data.messages import JSON, Message, assistant, user
 from nemo_rl_like.data.preferences import Messages, PreferenceDataset, completion_of, fields_of, messages_of, plain
+from nemo_rl_like.data.row_files import Line
 
 RATED = '{"prompt": ..., "completion": ..., "score": 3.5}'
 STEPWISE = '{"prompt": ..., "completions": ["a step", ...], "labels": [true, ...]}'

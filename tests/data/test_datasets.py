@@ -27,7 +27,7 @@ def test_all_three_row_forms_give_the_same_messages(tmp_path):
     [
         ("{", r":2: is not valid JSON"),
         ('"text"', r":2: a row must be an object or a list"),
-        ('{"prompt": "x"}', r":2: has neither `messages` nor .* \['prompt'\]"),
+        ('{"question": "x"}', r":2: has neither `messages` nor .* \['question'\]"),
         ('{"messages": []}', r":2: messages: has no message"),
         ('{"messages": "x"}', r":2: messages: must be a list"),
         (
