@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.activations import MicroBatchShape
 from nemo_rl_like.model.families import FAMILIES
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.lora import check_targets
 from nemo_rl_like.model.memory import Memory, Training
+from nemo_rl_like.model.pass_sizes import MicroBatchShape
 from nemo_rl_like.spec.model import LinearRope, ModelInitSpec
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec
 from tests.model import tiny
