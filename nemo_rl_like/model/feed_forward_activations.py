@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from nemo_rl_like.model.attention_activations import Layers
 from nemo_rl_like.model.hf_experts import ExpertsConfig
 from nemo_rl_like.model.pass_sizes import FLOAT32, INT64, PassSizes
+from nemo_rl_like.spec.policy import Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class DenseActivations:
 
     sizes: PassSizes
     layers: Layers
-    module = "mlp"
+    module: ClassVar[Module] = "mlp"
 
     @property
     def width(self) -> int:
@@ -60,7 +62,7 @@ class ExpertActivations:
     sizes: PassSizes
     layers: Layers
     experts: ExpertsConfig
-    module = "moe"
+    module: ClassVar[Module] = "moe"
 
     @property
     def width(self) -> int:

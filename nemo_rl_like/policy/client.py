@@ -40,7 +40,9 @@ class Policy:
     virtual_tokens: int = 0
     """Places of the context that are taken before each row."""
     replays: bool = False
-    """Whether training sends tokens to the experts of the log-prob pass (`policy.router.replay`)."""
+    """Whether training sends tokens to experts that were recorded (`policy.router.replay`)."""
+    replays_engine: bool = False
+    """Whether those are the engine's."""
 
     @classmethod
     def start(
@@ -65,8 +67,9 @@ class Policy:
         """
         adapted = adapter_seed is not None and spec.adapted
         virtual = spec.virtual_tokens if adapted else 0
-        replays = spec.router.replay == "first_pass" and not score_head
-        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual, replays)
+        replays = spec.router.replay != "none" and not score_head
+        of_engine = replays and spec.router.replay == "engine"
+        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual, replays, of_engine)
         policy.host(
             folder,
             spec,

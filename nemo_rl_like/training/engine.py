@@ -78,7 +78,11 @@ class RunEngine:
         """Start the engine: on the policy's own ranks (embedded), or as vLLM replicas that read `folder` first."""
         session = policy.group.session
         if spec.kind == "embedded":
-            kwargs: dict[str, object] = {"model_handle": Hosted(policy.service, "model"), "engine": spec}
+            kwargs: dict[str, object] = {
+                "model_handle": Hosted(policy.service, "model"),
+                "engine": spec,
+                "record_routes": policy.replays_engine,
+            }
             policy.group.host(SERVICE, EMBEDDED, kwargs)
             return cls(spec, policy, policy.group, config, owns_group=False, max_gap=spec.gap_limit(dtype))
         group = WorkerGroup.start(
