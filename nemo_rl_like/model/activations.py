@@ -141,13 +141,15 @@ class Activations:
         if not sizes:
             return 0
         hidden, rows, vocabulary = self.config.hidden_size, sizes[-1], self.sizes.vocabulary
-        made_again = 3 * rows  # capped logits, their squares, the cap's slope
-        exponentials = FLOAT32 * vocabulary * (sum(sizes[-kept:]) if kept else made_again)
+        capped = self.config.logit_cap is not None
+        # With a cap: logits made again, and the cap's slope.
+        exponentials = FLOAT32 * vocabulary * (2 * rows if capped else sum(sizes[-kept:]))
         entropy = 2 * FLOAT32 * rows * vocabulary * self.head.entropy  # probabilities and surprise
         states = 2 * FLOAT32 * rows * hidden  # a float32 copy of the states, and it times a gradient
         if self.itemsize != FLOAT32:  # the matrix, and the weight's gradient before it is added to the float32 buffer
             states += self.itemsize * (rows * vocabulary + vocabulary * hidden)
-        return exponentials + FLOAT32 * self.sizes.scored_here * hidden + entropy + states
+        squares = FLOAT32 * rows * vocabulary * capped  # before the slope, and gone by then
+        return exponentials + FLOAT32 * self.sizes.scored_here * hidden + max(squares, entropy + states)
 
     def _chunks(self) -> tuple[list[int], int]:
         """Tokens of each chunk, the short one first, and how many of the last ones keep their exponentials; none with a cap."""

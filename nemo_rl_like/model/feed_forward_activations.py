@@ -120,7 +120,7 @@ class ExpertActivations:
         sorting = 2 * sizes.routed
         # In the forward pass: tokens before they are sent and as they arrive, the outputs of single experts, and put together.
         joining = (2 + (sizes.layout.ep > 1) + (self.layers == "local")) * sizes.routed
-        beside = sizes.residual * (self.experts.shared_width > 0 and not self.gated)
+        beside = sizes.residual * (self.experts.shared_width > 0)  # what the shared expert gave waits to be added
         return sorting, self._one_expert(), self._all_matrices(), joining + beside - sizes.residual
 
     def _all_matrices(self) -> int:

@@ -41,8 +41,6 @@ class Policy:
     """Places of the context that are taken before each row."""
     replays: bool = False
     """Whether training sends tokens to experts that were recorded (`policy.router.replay`)."""
-    replays_engine: bool = False
-    """Whether those are the engine's."""
 
     @classmethod
     def start(
@@ -68,8 +66,7 @@ class Policy:
         adapted = adapter_seed is not None and spec.adapted
         virtual = spec.virtual_tokens if adapted else 0
         replays = spec.router.replay != "none" and not score_head
-        of_engine = replays and spec.router.replay == "engine"
-        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual, replays, of_engine)
+        policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual, replays)
         policy.host(
             folder,
             spec,

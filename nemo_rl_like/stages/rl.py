@@ -109,7 +109,9 @@ class RlStage:
                 host("reward_model", folder, service=f"reward-model-{i}") for i, folder in enumerate(judges)
             )
             opponent = self._opponent(policy, reference)
-            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
+            records = spec.policy.router.replay == "engine"
+            shape = (model.folder, spec.model.dtype, model.config)
+            engine = RunEngine.start(spec.engine, policy, *shape, record_routes=records)
             stack.callback(engine.close)
             yield RlModels(policy, reference, teacher, critic, scorers, opponent), engine
 
