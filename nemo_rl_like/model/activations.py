@@ -6,11 +6,13 @@ of Transformer Engine's layers on a GPU differ in attention and SwiGLU, and were
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from nemo_rl_like.model.attention_activations import AttentionActivations, Layers
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.layer_activations import LayerActivations, LayerKind, norm_backward, norm_kept
+from nemo_rl_like.model.layer_activations import LayerActivations, LayerKind, layer_kinds, norm_backward, norm_kept
 from nemo_rl_like.model.pass_sizes import FLOAT32, INT64, MicroBatchShape, PassSizes
 from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec
 
@@ -28,7 +30,7 @@ class HeadShape:
     """The loss has a gradient through the entropy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: sizes are counted once
 class Activations:
     """The activations of one micro-batch on one rank of a layout."""
 
@@ -41,14 +43,14 @@ class Activations:
     head: HeadShape = HeadShape()
     recompute: RecomputeSpec | None = None
 
-    @property
+    @cached_property
     def sizes(self) -> PassSizes:
         """This rank's part of the micro-batch."""
         return PassSizes(self.config, self.layout, self.rows, self.itemsize)
 
     def at(self, layer: int) -> LayerActivations:
         """Those of one layer, counted from 0 over the whole model."""
-        return self._of(LayerKind.of(self.config, layer))
+        return self._of(layer_kinds(self.config)[layer])
 
     def _of(self, kind: LayerKind) -> LayerActivations:
         return LayerActivations(self.sizes, kind, self.layers, self.recompute)
@@ -56,20 +58,20 @@ class Activations:
     def kept(self, stage: int) -> int:
         """What one micro-batch holds on one of the pipeline's `layout.stages` between its forward and its backward, without the head's chunks."""
         sizes = self.sizes
-        held = self._inputs() + self._rotary() + sum(self._held(stage))
+        held = self._inputs() + self._rotary() + self._of_layers(stage)
         if stage < self.layout.stages - 1:
             return held + sizes.residual  # the output sent to the next stage stays in the schedule's list
         return held + norm_kept(sizes) + sizes.scored * self.itemsize  # the head's `hidden`
 
-    def _held(self, stage: int) -> list[int]:
-        """What each layer of a stage keeps; one that is computed again keeps its input."""
+    def _of_layers(self, stage: int) -> int:
+        """What a stage's layers keep; one that is computed again keeps its input."""
         kinds, again = self._kinds(stage), self._again(stage)
-        kept = {kind: self._of(kind).kept() for kind in set(kinds[again:])}
-        of_inputs = [self._of(kind).of_input() for kind in kinds[:1]]
-        return [*(of_inputs * again), *(kept[kind] for kind in kinds[again:])]
+        kept = sum(count * self._of(kind).kept() for kind, count in Counter(kinds[again:]).items())
+        return kept + again * self._of(kinds[0]).of_input()
 
-    def _kinds(self, stage: int) -> list[LayerKind]:
-        return [LayerKind.of(self.config, i) for i in self.config.layers_of_stage(stage, self.layout.stages)]
+    def _kinds(self, stage: int) -> tuple[LayerKind, ...]:
+        layers = self.config.layers_of_stage(stage, self.layout.stages)
+        return layer_kinds(self.config)[layers.start : layers.stop]
 
     def _again(self, stage: int) -> int:
         """How many of a stage's layers, from its first on, are computed again as a whole."""
@@ -106,13 +108,20 @@ class Activations:
 
     def _in_layers(self, stage: int) -> list[int]:
         """The moments of the last layer of each kind, when later layers have given back what they kept."""
-        kinds, held, again = self._kinds(stage), self._held(stage), self._again(stage)
-        last = {(kind, i < again): i for i, kind in enumerate(kinds)}
-        moments = []
-        for (kind, is_again), i in last.items():
-            layer, later = self._of(kind), sum(held[i + 1 :])
-            own = layer.moments_again() if is_again else layer.moments()
-            moments += [moment - later for moment in own]
+        kinds, again = self._kinds(stage), self._again(stage)
+        wanted = {(kind, i < again) for i, kind in enumerate(kinds)}
+        kept = {kind: self._of(kind).kept() for kind in set(kinds[again:])}
+        of_input = self._of(kinds[0]).of_input()
+        moments, later = [], 0
+        for i in reversed(range(len(kinds))):
+            kind, is_again = kinds[i], i < again
+            if (kind, is_again) in wanted:
+                wanted.remove((kind, is_again))
+                layer = self._of(kind)
+                moments += [moment - later for moment in (layer.moments_again() if is_again else layer.moments())]
+            if not wanted:
+                break
+            later += of_input if is_again else kept[kind]
         return moments
 
     def head_peak(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from nemo_rl_like.model.attention_activations import AttentionActivations, Layers
 from nemo_rl_like.model.feed_forward_activations import DenseActivations, ExpertActivations
@@ -15,19 +17,26 @@ GENERATORS = 2 * 5056
 """Bytes of random states that Megatron keeps of a part that is computed again: torch's and its own; on a GPU they are a few, or the host's."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """What makes a layer's memory differ from another's."""
 
     window: int | None
     """Tokens that it attends to; None: all before."""
     experts: bool
 
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> LayerKind:
-        """Of a layer, counted from 0 over the whole model."""
-        within = config.attention.windowed and config.attention.windowed[layer]
-        return cls(config.attention.window if within else None, config.has_experts(layer))
+
+def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """Of every layer."""
+    attention = config.attention
+    dense = config.layers if config.experts is None else config.experts.first_dense
+    return _kinds(config.layers, attention.window, attention.windowed, dense)
+
+
+@lru_cache(maxsize=64)
+def _kinds(layers: int, window: int | None, windowed: tuple[bool, ...], dense: int) -> tuple[LayerKind, ...]:
+    """`windowed`: of each layer, empty where none is; `dense`: how many layers have no experts, from the first on."""
+    within = windowed or (False,) * layers
+    return tuple(LayerKind(window if within[i] else None, i >= dense) for i in range(layers))
 
 
 @dataclass(frozen=True, slots=True)

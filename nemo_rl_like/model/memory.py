@@ -9,7 +9,7 @@ from typing import Literal
 from nemo_rl_like.model.activations import Activations, HeadShape
 from nemo_rl_like.model.attention_activations import Layers
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.layer_activations import LayerKind
+from nemo_rl_like.model.layer_activations import LayerKind, layer_kinds
 from nemo_rl_like.model.parameter_buffers import parameter_buffers, untrained
 from nemo_rl_like.model.pass_sizes import FLOAT32, MicroBatchShape
 from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec
@@ -89,11 +89,8 @@ class Training:
         beside = FLOAT32 * sum(untrained(self.config, layout, stage) for stage in stages)
         activations = Activations(self.config, layout, self.rows, item, self.layers, self.head, self.recompute)
         # A rank's last stage may be the pipeline's, which keeps less than another.
-        kept = (
-            self._in_flight(layout, rank) * activations.kept(rank)
-            + activations.kept(stages[-1])
-            - activations.kept(rank)
-        )
+        first, last = activations.kept(rank), activations.kept(stages[-1])
+        kept = self._in_flight(layout, rank) * first + last - first
         # Before the first pass, master weights are made on the device and then moved.
         master = owned * STATE if self.offload_optimizer and "master" in self.states else 0
         return Memory(
@@ -131,12 +128,13 @@ class Training:
 
     def _fullest(self, layout: LayoutSpec) -> set[int]:
         """Pipeline-parallel ranks of which one needs most."""
+        kinds = layer_kinds(self.config)
+        if len(set(kinds)) == 1:
+            return {0, layout.pp - 1}
         earliest: dict[frozenset[tuple[LayerKind, int]], int] = {}
         for rank in range(layout.pp):
-            kinds = Counter(
-                LayerKind.of(self.config, layer)
-                for stage in range(rank, layout.stages, layout.pp)
-                for layer in self.config.layers_of_stage(stage, layout.stages)
-            )
-            earliest.setdefault(frozenset(kinds.items()), rank)
+            stages = range(rank, layout.stages, layout.pp)
+            layers = [self.config.layers_of_stage(stage, layout.stages) for stage in stages]
+            counts = sum((Counter(kinds[of.start : of.stop]) for of in layers), Counter())
+            earliest.setdefault(frozenset(counts.items()), rank)
         return {0, *earliest.values(), layout.pp - 1}

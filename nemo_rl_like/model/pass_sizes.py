@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.spec.policy import LayoutSpec
@@ -46,7 +47,7 @@ class MicroBatchShape:
         return cls(tokens, tokens, tuple(blocks))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: sizes are counted once
 class PassSizes:
     """Sizes of one rank's part of a micro-batch."""
 
@@ -56,63 +57,63 @@ class PassSizes:
     itemsize: int
     """Bytes of an activation."""
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Places of the linear layers: this rank's part of every row, padded so that tensor-parallel ranks get equal parts."""
         parts = self.layout.cp * (self.layout.tp if self.layout.sp else 1)
         return -(-self.rows.tokens // parts) * parts // self.layout.cp
 
-    @property
+    @cached_property
     def part(self) -> int:
         """Places between the linear layers."""
         return self.tokens // self.layout.tp if self.layout.sp else self.tokens
 
-    @property
+    @cached_property
     def residual(self) -> int:
         """Bytes of the residual stream."""
         return self.part * self.config.hidden_size * self.itemsize
 
-    @property
+    @cached_property
     def scored_here(self) -> int:
         """Places that this rank's head scores, if context-parallel ranks have equally many."""
         return -(-self.rows.scored // self.layout.cp)
 
-    @property
+    @cached_property
     def scored(self) -> int:
         """Numbers in the hidden states that reach the head."""
         return self.scored_here * self.config.hidden_size
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Tokens that this rank's experts get if all get as many; ranks that share an expert get the same ones."""
         return 0 if self.config.experts is None else self.part * self.config.experts.per_token * self.layout.expert_tp
 
-    @property
+    @cached_property
     def routed(self) -> int:
         """Bytes of the hidden states of those."""
         return self.pairs * self.config.hidden_size * self.itemsize
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Query heads of this rank."""
         return self.config.heads // self.layout.tp
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         """Key/value heads of this rank."""
         return self.config.kv_heads // self.layout.tp
 
-    @property
+    @cached_property
     def queries(self) -> int:
         """Width of all queries."""
         return self.heads * self.config.head_dim
 
-    @property
+    @cached_property
     def keys(self) -> int:
         """Width of all keys."""
         return self.kv_heads * self.config.head_dim
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """Tokens whose logits this rank computes."""
         return self.config.padded_vocab(self.layout.tp) // self.layout.tp
