@@ -30,12 +30,15 @@ from torch.utils._pytree import tree_leaves
 from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
-from nemo_rl_like.model.activations import AttentionBlock, HeadShape, MicroBatchShape
+from nemo_rl_like.model.activations import HeadShape
 from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout, RowBlock, SharedPrefixLayout
+from nemo_rl_like.model.hf_attention import AttentionConfig
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_experts import ExpertsConfig
+from nemo_rl_like.model.hf_experts import ClampedSwiGlu, ExpertsConfig
+from nemo_rl_like.model.hf_latent import LatentConfig
 from nemo_rl_like.model.layouts import Kind, MicroBatch, attention_pair_cost, plan_microbatches
 from nemo_rl_like.model.memory import Dtype, Memory, Training
+from nemo_rl_like.model.pass_sizes import AttentionBlock, MicroBatchShape
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, Module, OffloadSpec, PolicySpec, RecomputeSpec
@@ -46,6 +49,34 @@ Watched = Callable[[], AbstractContextManager[list[int]]]
 
 LLAMA = ModelConfig("llama", 512, 128, 352, 4, 4, 2, 32, 2048, 10_000.0, 1e-5, False)
 EXPERTS = ExpertsConfig(count=8, per_token=2, width=96, normalize=True)
+_SHARED = replace(EXPERTS, shared_width=96, first_dense=1, scale=1.7, groups=2, groups_per_token=1)
+_LATENT = LatentConfig(48, 40, plain_width=24, rotary_width=16, value_width=32, interleaved=True)
+_WINDOWS = AttentionConfig(24, windowed=(True, False, True, False))
+_CAPPED = replace(_WINDOWS, score_scalar=32, score_cap=50.0)
+_DEEPSEEK = replace(LLAMA, family="deepseek_v3", kv_heads=4, head_dim=40, experts=_SHARED, latent=_LATENT)
+SHAPES = {
+    "mistral": replace(LLAMA, family="mistral", attention=AttentionConfig(24, (True,) * 4)),
+    "nemotron": replace(LLAMA, family="nemotron", rotary_share=0.5),
+    "gemma2": replace(LLAMA, family="gemma2", tie_embeddings=True, logit_cap=30.0, attention=_CAPPED),
+    "gemma3_text": replace(LLAMA, family="gemma3_text", tie_embeddings=True, window_rope_theta=1e4, attention=_WINDOWS),
+    "qwen2_moe": replace(
+        LLAMA, family="qwen2_moe", experts=replace(EXPERTS, shared_width=160, normalize=False), own_qkv_bias=True
+    ),
+    "glm4_moe": replace(
+        LLAMA, family="glm4_moe", experts=_SHARED, rotary_share=0.5, own_qkv_bias=True, own_qk_norm=True
+    ),
+    "gpt_oss": replace(
+        LLAMA, family="gpt_oss", experts=replace(EXPERTS, swiglu=ClampedSwiGlu(1.702, 7.0)), attention=_WINDOWS
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK,
+        family="deepseek_v2",
+        latent=replace(_LATENT, query_rank=None),
+        experts=replace(_SHARED, normalize=False),
+    ),
+    "deepseek_v3": _DEEPSEEK,
+}
+"""What no Llama has: windows, caps, sinks, biases, norms of other kinds and places, latent attention, shared experts, dense first layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +164,23 @@ CASES = {
 }
 
 
+_LONG_ROWS = {"prompts": 2, "samples": 1, "response": 1000}
+_IN_OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "recompute": {"recompute": FULL},
+    "shared prompts, uneven rows": {"kind": "shared_prefix", "spread": 16},
+    "recompute core_attn": {"recompute": _selective("core_attn"), "spread": 16},
+}
+CASES |= {name: Case(shape) for name, shape in SHAPES.items()}
+MORE_CASES = {
+    f"{name}, {way}": Case(shape, **changes)
+    for way, changes in _IN_OTHER_WAYS.items()
+    for name, shape in SHAPES.items()
+}
+MORE_CASES |= {f"{name}, rows of 1024": Case(SHAPES[name], **_LONG_ROWS) for name in ("mistral", "gemma2", "gpt_oss")}
+MORE_CASES["deepseek_v3, recompute moe, mlp"] = Case(_DEEPSEEK, recompute=_selective("moe", "mlp"))
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Bytes of tensors."""
@@ -158,7 +206,7 @@ def main() -> int:
     options = _options()
     context = one_rank(threads=1)
     found = {}
-    for name, case in CASES.items():
+    for name, case in {**CASES, **MORE_CASES}.items():
         estimate, measured = compare(case, context)
         found[name] = as_json(estimate, measured)
         print(f"{name:<48} peak {found[name]['estimated_over_measured']['total']:.3f} of the measured", flush=True)
@@ -214,13 +262,18 @@ def measure(case: Case, batch: TokenBatch, context: RankContext) -> Measured:
         state += sum(tensor.nbytes for name, tensor in kinds.items() if name != "step")
         state += owned.main.nbytes if owned.main.dtype != owned.parameter.dtype else 0
     return Measured(
-        parameters=sum(buffer.param_data.nbytes for buffer in buffers),
+        parameters=sum(buffer.param_data.nbytes for buffer in buffers) + _beside_buffers(policy),
         gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
         optimizer=state,
         activations=_kept(policy, case, batch, context, watched),
         working=max(step),
         host=optimizer.host_bytes,
     )
+
+
+def _beside_buffers(policy: PolicyRank) -> int:
+    """Bytes of parameters that have no gradient."""
+    return sum(parameter.nbytes for parameter in policy.model.parameters() if not parameter.requires_grad)
 
 
 def _kept(policy: PolicyRank, case: Case, batch: TokenBatch, context: RankContext, watched: Watched) -> int | None:

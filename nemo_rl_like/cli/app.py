@@ -151,7 +151,7 @@ def layout(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Hugging Face folder, config.json, or a name: llama-3.1-8b, llama-3.1-70b, qwen3-235b-a22b.",
+            help="Hugging Face folder, config.json, or a name, as llama-3.1-8b or deepseek-v3; any other word lists them.",
         ),
     ],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the policy.")],

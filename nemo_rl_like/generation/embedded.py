@@ -21,7 +21,9 @@ from nemo_rl_like.model.decode import Decoder, SamplingDecoder
 from nemo_rl_like.model.forward import MegatronModel, whole_sequences
 from nemo_rl_like.model.lora import lengths_held
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.routes import Routes
 from nemo_rl_like.spec.engine import EngineSpec
+from nemo_rl_like.tokens.routes import TokenRoutes
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,9 @@ class _Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: StopReason | None = None
+    prompt_routes: TokenRoutes | None = None
+    routes: list[Tensor] = field(default_factory=list)
+    """int16 [width] of each token that was read."""
 
     def add(self, token: int, logprob: float, stops: frozenset[int]) -> None:
         """Take one more token, unless the sample has ended."""
@@ -62,22 +67,37 @@ class _Row:
         elif len(self.ids) == self.limit:
             self.stop = "length"
 
+    def read(self, routes: Tensor) -> None:
+        """Take the experts of its last token, unless the sample has ended."""
+        if self.stop is None:
+            self.routes.append(routes)
+
+    @property
+    def own_routes(self) -> TokenRoutes | None:
+        """Those of its tokens; the last was never read."""
+        if self.prompt_routes is None:
+            return None
+        nothing = TokenRoutes.none(self.prompt_routes.width, 0)
+        return (TokenRoutes.of(torch.stack(self.routes)) if self.routes else nothing).padded(len(self.ids))
+
 
 class EmbeddedEngine:
     """The engine on one rank of the policy group. All ranks make the same calls and get the same results.
 
     Args: `context` from the worker group; `model_handle`, this rank's model; `engine` from the spec (`max_batch_rows`,
-    `max_context`). Data-parallel replicas share the requests. Weights are version 0 until `update_weights` says
+    `max_context`); `record_routes`, whether completions tell the experts of their tokens. Data-parallel replicas share the requests. Weights are version 0 until `update_weights` says
     otherwise.
     """
 
-    def __init__(self, context: RankContext, *, model_handle: MegatronModel, engine: EngineSpec) -> None:
+    def __init__(
+        self, context: RankContext, *, model_handle: MegatronModel, engine: EngineSpec, record_routes: bool = False
+    ) -> None:
         before = () if model_handle.virtual_tokens is None else model_handle.virtual_tokens.ids
         limit = model_handle.shape.max_positions - len(before)
         self._max_context = min(engine.max_context or limit, limit)
         self._max_rows = engine.max_batch_rows
         self._models: tuple[MegatronModel, ...] = (model_handle,)
-        self._decoder = Decoder(model_handle)
+        self._decoder = Decoder(model_handle, _routes_of(model_handle) if record_routes else None)
         self._sampler: SamplingDecoder[Any] = self._decoder
         """What tokens are drawn from."""
         self._vocab_size = model_handle.shape.vocab_size
@@ -101,7 +121,16 @@ class EmbeddedEngine:
                 for row in self._decode(wave, sampling):
                     if row.stop is None:
                         raise RuntimeError(f"a sample of request {requests[row.request].request_id!r} did not end")
-                    done[row.request].append(Completion(tuple(row.ids), tuple(row.logprobs), self._version, row.stop))
+                    done[row.request].append(
+                        Completion(
+                            tuple(row.ids),
+                            tuple(row.logprobs),
+                            self._version,
+                            row.stop,
+                            row.prompt_routes,
+                            row.own_routes,
+                        )
+                    )
         return done if replicas == 1 else _exchange(done, replicas)
 
     def score(self, rows: Sequence[tuple[int, ...]]) -> list[list[float]]:
@@ -156,6 +185,10 @@ class EmbeddedEngine:
             for _ in group.seeds
         ]
         state, logits = self._sampler.prefill([g.prompt for g in wave], [len(g.seeds) for g in wave])
+        if self._decoder.records:
+            of_prompts = [TokenRoutes.of(routes) for routes in state.prompt_routes]
+            for row, group in zip(rows, state.group_of_row.tolist(), strict=True):
+                row.prompt_routes = of_prompts[group]
         if logits is not None:
             logits = logits.index_select(0, state.group_of_row)
         seeds = seeds_tensor([s for group in wave for s in group.seeds], state.group_of_row.device)
@@ -172,6 +205,9 @@ class EmbeddedEngine:
                 index = torch.tensor(keep, device=tokens.device)
                 live, tokens, seeds = [live[i] for i in keep], tokens[index], seeds[index]
             logits = self._sampler.step(state, tokens)
+            if self._decoder.records:
+                for row, read in zip(live, state.step_routes.cpu(), strict=True):
+                    row.read(read)
             position += 1
 
     def _draw(self, logits: Tensor | None, seeds: Tensor, position: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -185,6 +221,12 @@ class EmbeddedEngine:
             self._decoder.from_last_stage(tokens, shape, torch.int64),
             self._decoder.from_last_stage(logprobs, shape, torch.float32),
         )
+
+
+def _routes_of(model: MegatronModel) -> Routes:
+    if model.watch is None:
+        raise InputError(f"a {model.shape.family} model has no experts to record; leave `policy.router.replay` out")
+    return model.watch.routes
 
 
 def _waves(requests: Sequence[tuple[int, Request]], max_rows: int) -> Iterator[list[_Group]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from nemo_rl_like.tokens.routes import TokenRoutes
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 StopReason = Literal["stop", "length", "abort"]
@@ -75,6 +76,10 @@ class Completion:
     version: int
     """Version of the weights that sampled it."""
     stop: StopReason
+    prompt_routes: TokenRoutes | None = None
+    """Experts that the prompt's tokens were sent to; None: not recorded. The samples of a request share it."""
+    routes: TokenRoutes | None = None
+    """The same of `ids`; the last of them has no record, for the model never read it."""
 
 
 @dataclass(frozen=True, slots=True)

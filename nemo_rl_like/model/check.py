@@ -12,6 +12,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TINY_TOLERANCE = 1e-5
 """Largest logit difference that is always allowed."""
@@ -133,14 +137,31 @@ def _random_rows(config: ModelConfig, seed: int) -> list[list[int]]:
 
 def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
     """Logits [row length, vocab] of each row."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    _choose_once(config)
     # Experts one after the other: transformers' grouped products know no float64. Attention too: its fused kernels leave out Gemma 2's cap.
     model = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=dtype, local_files_only=True, experts_implementation="eager", attn_implementation="eager"
+        str(folder),
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        experts_implementation="eager",
+        attn_implementation="eager",
     ).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([row])).logits[0] for row in tokens]
+
+
+def _choose_once(config: PretrainedConfig) -> None:
+    """transformers takes longrope's short or long factors by the longest row of each pass; this package and vLLM by the model's context."""
+    rope = config.rope_parameters or {}
+    if (
+        rope.get("rope_type") == "longrope"
+        and config.max_position_embeddings > rope["original_max_position_embeddings"]
+    ):
+        rope["short_factor"] = rope["long_factor"]
 
 
 def _run_ranks(

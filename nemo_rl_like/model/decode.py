@@ -24,6 +24,7 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import OutputHead, full_logits, output_head, token_logprobs
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.routes import Routes
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens of one pass, in tokens; one longer prompt still makes a pass of its own."""
@@ -191,6 +192,10 @@ class DecodeState:
         self._grid = _Grid.of(group_of_row)
         self._caches: dict[int, _LayerCache] = {}
         self._step = 0
+        self.prompt_routes: list[Tensor] = []
+        """int16 [tokens, width] of each prompt, see `tokens.routes.ROUTES`; empty where the decoder records none."""
+        self.step_routes: Tensor | None = None
+        """int16 [R, width] of the tokens that the last step read."""
 
     @property
     def rows(self) -> int:
@@ -281,10 +286,16 @@ class Decoder:
     Logits come out on the last pipeline stage, the same on each tensor-parallel rank; the other stages get None.
     """
 
-    def __init__(self, model: MegatronModel) -> None:
-        self._model = model
+    def __init__(self, model: MegatronModel, routes: Routes | None = None) -> None:
+        """`routes`: those of the model, where the experts of each token are recorded."""
+        self._model, self._routes = model, routes
         self._device = runtime.device()
         self._group = parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def records(self) -> bool:
+        """Whether it records the experts of each token."""
+        return self._routes is not None
 
     @property
     def is_last_stage(self) -> bool:
@@ -301,9 +312,12 @@ class Decoder:
         lengths = torch.tensor([len(p) for p in prompts], device=self._device)
         state = DecodeState(lengths, torch.repeat_interleave(torch.tensor(samples)).to(self._device))
         logits: Tensor | None = None
+        found_routes: dict[int, Tensor] = {}
         for part in _passes([len(p) for p in prompts]):
-            starts, hidden, kept = self._run_rows([prompts[g] for g in part])
+            starts, hidden, kept, routes = self._run_rows([prompts[g] for g in part])
             state.add_prompts(kept, part, starts)
+            if routes is not None:
+                found_routes |= zip(part, routes.split([len(prompts[g]) for g in part]), strict=True)
             if hidden is None:
                 continue
             last = torch.tensor(
@@ -313,13 +327,14 @@ class Decoder:
             if logits is None:
                 logits = found.new_empty(len(prompts), found.shape[1])
             logits[torch.tensor(part, device=self._device)] = found
+        state.prompt_routes = [found_routes[g] for g in sorted(found_routes)]
         return state, logits
 
     @torch.inference_mode()
     def step(self, state: DecodeState, tokens: Tensor) -> Tensor | None:
         """Append one token to each live row, int64 [R]; returns float32 [R, V] logits of the token after it."""
         layout, positions = state.next_layout()
-        hidden = self._stage(tokens[None].to(self._device), positions[None], layout)
+        hidden, state.step_routes = self._stage(tokens[None].to(self._device), positions[None], layout)
         return None if hidden is None else full_logits(hidden, self._head())
 
     @torch.inference_mode()
@@ -328,7 +343,7 @@ class Decoder:
         found: dict[int, Tensor] = {}
         before = self._before
         for part in _passes([len(before) + len(row) for row in rows]):
-            starts, hidden, _ = self._run_rows([(*before, *rows[i]) for i in part])
+            starts, hidden, _, _ = self._run_rows([(*before, *rows[i]) for i in part])
             if hidden is None:
                 continue
             for start, i in zip(starts, part, strict=True):
@@ -361,17 +376,28 @@ class Decoder:
 
     def _run_rows(
         self, rows: Sequence[Sequence[int]]
-    ) -> tuple[list[int], Tensor | None, dict[int, tuple[Tensor, Tensor]]]:
-        """One pass over rows end to end: where each starts, hidden states [tokens, H] (last stage), keys and values."""
+    ) -> tuple[list[int], Tensor | None, dict[int, tuple[Tensor, Tensor]], Tensor | None]:
+        """One pass over rows end to end: where each starts, hidden states [tokens, H] (last stage), keys and values, and what is recorded of
+        the tokens' experts, [tokens, width]."""
         lengths = [len(row) for row in rows]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         ids = torch.tensor([[token for row in rows for token in row]], device=self._device)
         positions = torch.tensor([[i for n in lengths for i in range(n)]], device=self._device)
         layout = _PrefillLayout(PackedLayout.of(lengths)).to(self._device, self._model.dtype)
-        hidden = self._stage(ids, positions, layout)
-        return starts, hidden, layout.kept
+        hidden, routes = self._stage(ids, positions, layout)
+        return starts, hidden, layout.kept, routes
 
-    def _stage(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor | None:
+    def _stage(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> tuple[Tensor | None, Tensor | None]:
+        """See `_run_stages`; and what is recorded of the tokens' experts, [s, width], on every stage."""
+        if self._routes is None:
+            return self._run_stages(ids, positions, layout), None
+        with self._routes.taking(ids.shape[1], self._device) as taken:
+            hidden = self._run_stages(ids, positions, layout)
+        if self._group.size() > 1:  # each entry is one stage's, and 0 on the others; gloo and NCCL know no int16
+            dist.all_reduce(taken.view(torch.uint8), group=self._group)
+        return hidden, taken
+
+    def _run_stages(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor | None:
         """This rank's stages of a pass over tokens [1, s]; [s, H] where the head is, otherwise handed on."""
         model = self._model
         hidden: Tensor | None = None

@@ -120,7 +120,7 @@ def _transformer_engine_spec(config: ModelConfig, layers: range, adapters: bool)
 def _not_on_transformer_engine(config: ModelConfig) -> list[str]:
     """What the model needs that the layers of `te_attention` do not have."""
     lacking = {
-        "a sliding window": config.attention.window is not None,
+        "a sliding window": config.attention.window is not None and config.attention.window < config.max_positions,
         "latent attention": config.latent is not None,
         "attention sinks": config.traits.sinks,
         "biases of every matrix": config.traits.biases,

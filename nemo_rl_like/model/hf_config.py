@@ -16,7 +16,7 @@ from nemo_rl_like.model.hf_fields import HfFields
 from nemo_rl_like.model.hf_latent import LatentConfig, LatentReader
 from nemo_rl_like.model.hf_rope import RopeReader, rope_by_layer, rope_to_hf_dict
 from nemo_rl_like.model.yarn import score_amplitude
-from nemo_rl_like.spec.model import LinearRope, ModelInitSpec, RopeScalingSpec
+from nemo_rl_like.spec.model import LinearRope, LongRope, ModelInitSpec, RopeScalingSpec
 from nemo_rl_like.spec.policy import LayoutSpec
 
 _DEFAULT_INIT_STD = 0.02
@@ -343,8 +343,20 @@ def stretched(config: ModelConfig, scaling: RopeScalingSpec | None, max_position
             f"model.rope_scaling.kind is {scaling.kind}, and transformers stretches the positions of a {config.family} model by "
             f"{' or '.join(kinds) or 'none of the supported kinds'}; leave rope_scaling out"
         )
+    if isinstance(scaling, LongRope):
+        _check_factors(scaling, config.rotary_dim, "model.rope_scaling.")
+        return replace(config, rope_scaling=scaling, max_positions=max_positions or config.max_positions)
     trained = config.max_positions if isinstance(scaling, LinearRope) else scaling.original_positions
     return replace(config, rope_scaling=scaling, max_positions=max_positions or int(trained * scaling.factor))
+
+
+def _check_factors(scaling: RopeScalingSpec | None, channels: int, where: str) -> None:
+    """Raise InputError, which starts with `where`, unless longrope has a factor for each pair of these channels."""
+    if isinstance(scaling, LongRope) and len(scaling.long_factor) != channels // 2:
+        raise InputError(
+            f"{where}long_factor has {len(scaling.long_factor)} numbers; positions turn {channels} channels of a head, so it needs {channels // 2}, "
+            "and so does short_factor"
+        )
 
 
 class _Reader(HfFields):
@@ -372,6 +384,8 @@ class _Reader(HfFields):
         share = rope.share(family.rotary_share)
         if int(head_dim * share) % 2:
             raise self.error("head_dim", f"is {head_dim}, of which positions turn {share:g}; they need an even width")
+        scaling = rope.scaling(max_positions, family.rope_kinds)
+        _check_factors(scaling, int(head_dim * share), f"{self._source}: {rope.name}.")
         return ModelConfig(
             family=family.model_type,
             vocab_size=self.integer("vocab_size"),
@@ -385,7 +399,7 @@ class _Reader(HfFields):
             max_positions=max_positions,
             rope_theta=rope.theta(family.rope_theta),
             window_rope_theta=rope.window_theta(family.window_rope_theta),
-            rope_scaling=rope.scaling(max_positions, family.rope_kinds),
+            rope_scaling=scaling,
             rotary_share=share,
             attention=AttentionReader(self._raw, self._source).config(family, layers),
             logit_cap=self.positive(_LOGIT_CAP, family.logit_cap),

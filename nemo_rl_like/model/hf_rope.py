@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.spec.model import LinearRope, Llama3Rope, RopeScalingSpec, YarnRope
+from nemo_rl_like.spec.model import LinearRope, Llama3Rope, LongRope, RopeScalingSpec, YarnRope
 
 _BLOCKS = ("rope_parameters", "rope_scaling")
 _ORIGINAL = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
 _FULL, _WINDOW = "full_attention", "sliding_attention"
+_OLD_NAMES = ("su", "yarn")
+"""Of longrope, in files of Phi-3."""
 _WINDOW_THETA = "rope_local_base_freq"
 
 
@@ -26,6 +29,11 @@ class RopeReader:
         self._of_window: Mapping[str, object] = {}
         if _FULL in self._block:  # one block for each kind of layer
             self._of_window, self._block = self._kind(_WINDOW), self._kind(_FULL)
+
+    @property
+    def name(self) -> str:
+        """Key of the block that says so."""
+        return self._name
 
     def theta(self, default: float) -> float:
         """Base of the frequencies; `default` where the config does not say."""
@@ -58,10 +66,14 @@ class RopeReader:
         kind = self._block.get("rope_type", self._block.get("type", "default"))
         if kind == "default":
             return None
+        if kind in _OLD_NAMES and "longrope" in kinds:
+            kind = "longrope"
         if not isinstance(kind, str) or kind not in kinds:
             raise self._error("rope_type", f"is {kind!r}; supported are {', '.join(('default', *kinds))}")
         original = int(self._number(_ORIGINAL, self._block.get(_ORIGINAL, self._raw.get(_ORIGINAL, max_positions))))
         try:
+            if kind == "longrope":
+                return self._longrope(original)
             if kind == "linear":
                 return LinearRope(factor=self._factor())
             if kind == "llama3":
@@ -73,6 +85,14 @@ class RopeReader:
         except ValidationError as error:
             first = error.errors()[0]
             raise self._error(".".join(str(part) for part in first["loc"]) or kind, first["msg"]) from error
+
+    def _longrope(self, original: int) -> LongRope:
+        """A `factor` counts in the attention factor alone, of which it stands in the place of the quotient of the two contexts."""
+        named = self._given("short_factor", "long_factor", "attention_factor")
+        if "factor" in self._block and "attention_factor" not in named:
+            stretch = self._factor()
+            named["attention_factor"] = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        return LongRope(original_positions=original, **named)
 
     def require(self) -> None:
         """Raise InputError unless the config says how positions are stretched, or that they are not."""
@@ -119,11 +139,29 @@ def rope_to_hf_dict(theta: float, scaling: RopeScalingSpec | None, share: float 
     part: dict[str, object] = {} if share is None else {_SHARE: share}
     if scaling is None:
         return {"rope_theta": theta, **part, "rope_parameters": {"rope_theta": theta, "rope_type": "default", **part}}
+    if isinstance(scaling, LongRope):
+        return _longrope_to_hf_dict(theta, scaling, part)
     values = scaling.model_dump(exclude={"kind"}, exclude_none=True)
     if "original_positions" in values:
         values[_ORIGINAL] = values.pop("original_positions")
     block = {"rope_type": scaling.kind, **values, **part}
     return {"rope_theta": theta, **part, "rope_parameters": {"rope_theta": theta, **block}, "rope_scaling": block}
+
+
+def _longrope_to_hf_dict(theta: float, scaling: LongRope, part: Mapping[str, object]) -> dict[str, object]:
+    """transformers 4 takes a `rope_scaling` of these three keys alone, and the trained context beside it."""
+    factors: dict[str, object] = {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
+    if scaling.attention_factor is not None:
+        factors["attention_factor"] = scaling.attention_factor
+    original = {_ORIGINAL: scaling.original_positions}
+    block = {"rope_type": scaling.kind, **factors, **original, **part}
+    return {
+        "rope_theta": theta,
+        **part,
+        **original,
+        "rope_parameters": {"rope_theta": theta, **block},
+        "rope_scaling": {"type": scaling.kind, **factors},
+    }
 
 
 def rope_by_layer(whole: Mapping[str, object], window_theta: float) -> dict[str, object]:

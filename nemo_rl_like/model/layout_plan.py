@@ -11,9 +11,10 @@ from typing import Literal
 from pydantic import ValidationError
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.activations import HeadShape, MicroBatchShape
+from nemo_rl_like.model.activations import HeadShape
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.memory import Memory, Training
+from nemo_rl_like.model.pass_sizes import MicroBatchShape
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, RecomputeSpec
 
 GIB = 1 << 30

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.activations import Activations, HeadShape, Layers, MicroBatchShape
-from nemo_rl_like.model.hf_config import FFN_PROJECTIONS, ModelConfig
+from nemo_rl_like.model.activations import Activations, HeadShape
+from nemo_rl_like.model.attention_activations import Layers
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.layer_activations import LayerKind, layer_kinds
+from nemo_rl_like.model.parameter_buffers import parameter_buffers, untrained
+from nemo_rl_like.model.pass_sizes import FLOAT32, MicroBatchShape
 from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec
 
 Dtype = Literal["float32", "bfloat16"]
@@ -20,9 +22,6 @@ GRADIENT = 4
 """Bytes of a parameter's gradient: DDP's buffer is float32 at any type of the weights (`grad_reduce_in_fp32`)."""
 STATE = 4
 """Bytes of a parameter in one kind of optimizer state."""
-
-_PARAMETER_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128
-"""Megatron starts each parameter in DDP's buffers at a multiple of elements, and ends a buffer at one of these and of the ranks that share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +81,20 @@ class Training:
     def memory(self, layout: LayoutSpec, rank: int) -> Memory:
         """Bytes of a pipeline-parallel rank. Raises InputError if the model cannot be split that way."""
         self.config.check_layout(layout)
-        _require_known(self.config)
         stages = range(rank, layout.stages, layout.pp)
         buffers = [parameter_buffers(self.config, layout, stage) for stage in stages]
         dense, experts = (sum(sizes) for sizes in zip(*buffers, strict=True))
         owned = dense // (layout.dp * layout.cp) + experts // layout.expert_dp
         item = ITEMSIZE[self.dtype]
+        beside = FLOAT32 * sum(untrained(self.config, layout, stage) for stage in stages)
         activations = Activations(self.config, layout, self.rows, item, self.layers, self.head, self.recompute)
         # A rank's last stage may be the pipeline's, which keeps less than another.
-        kept = (
-            self._in_flight(layout, rank) * activations.kept(rank)
-            + activations.kept(stages[-1])
-            - activations.kept(rank)
-        )
+        first, last = activations.kept(rank), activations.kept(stages[-1])
+        kept = self._in_flight(layout, rank) * first + last - first
         # Before the first pass, master weights are made on the device and then moved.
         master = owned * STATE if self.offload_optimizer and "master" in self.states else 0
         return Memory(
-            parameters=(dense + experts) * item,
+            parameters=(dense + experts) * item + beside,
             gradients=(dense + experts) * GRADIENT,
             optimizer=0 if self.offload_optimizer else owned * STATE * len(self.states),
             activations=kept,
@@ -126,89 +122,19 @@ class Training:
     def peak(self, layout: LayoutSpec) -> Memory:
         """That of the rank that needs most. Raises InputError if the model cannot be split that way.
 
-        It is the first of the pipeline, which holds the most micro-batches, or on the last, which has the head.
+        Of ranks with as many layers of each kind, the earliest holds the most micro-batches; the last has the head.
         """
-        return max((self.memory(layout, rank) for rank in {0, layout.pp - 1}), key=lambda memory: memory.total)
+        return max((self.memory(layout, rank) for rank in self._fullest(layout)), key=lambda memory: memory.total)
 
-
-def _require_known(config: ModelConfig) -> None:
-    """Raise InputError for a model whose memory no count here describes."""
-    unknown = {
-        "a sliding window": config.attention.window is not None,
-        "latent attention": config.latent is not None,
-        "attention sinks": config.traits.sinks,
-        "biases of every matrix": config.traits.biases,
-        "capped attention scores": config.attention.score_cap is not None,
-        "capped logits": config.logit_cap is not None,
-        "norms with a bias or weights that count from one": config.traits.norm != "rms",
-        "norms behind attention and feed-forward layers": config.traits.post_norms,
-        "feed-forward layers without a gate": not config.traits.gated,
-        "an expert that every token passes": config.experts is not None and config.experts.shared_width > 0,
-        "experts in some layers only": config.experts is not None and config.has_dense_layers,
-    }
-    found = [name for name, present in unknown.items() if present]
-    if found:
-        raise InputError(
-            f"the {config.family} model has {', '.join(found)}, and memory is estimated for models without; "
-            "choose `policy.layout` by hand"
-        )
-
-
-def parameter_buffers(config: ModelConfig, layout: LayoutSpec, stage: int) -> tuple[int, int]:
-    """Elements of a stage's two DDP buffers on one rank, with their padding: parameters that its tensor-parallel group shares out, and experts'."""
-    layers = len(config.layers_of_stage(stage, layout.stages))
-    own = _aligned(_ends(config, layout, stage)) + layers * _aligned(_layer_parameters(config, layout))
-    experts = layers * _aligned(_expert_parameters(config, layout))
-    return _up(own, math.lcm(layout.dp * layout.cp, _BUFFER_ALIGNMENT)), _up(
-        experts, math.lcm(layout.expert_dp, _BUFFER_ALIGNMENT)
-    )
-
-
-def _aligned(sizes: Iterable[int]) -> int:
-    """Elements of parameters of these sizes, one behind the other."""
-    return sum(_up(size, _PARAMETER_ALIGNMENT) for size in sizes)
-
-
-def _up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-def _ends(config: ModelConfig, layout: LayoutSpec, stage: int) -> Iterator[int]:
-    """Elements of each parameter of a stage that stands before or behind the layers."""
-    hidden = config.hidden_size
-    vocabulary = config.padded_vocab(layout.tp) // layout.tp * hidden
-    if stage == 0:
-        yield vocabulary
-    if stage == layout.stages - 1:
-        yield hidden  # the last norm
-        if config.score_head:
-            yield hidden
-        elif stage > 0 or not config.tie_embeddings:  # a tied head on a stage of its own is a second copy
-            yield vocabulary
-
-
-def _layer_parameters(config: ModelConfig, layout: LayoutSpec) -> Iterator[int]:
-    """Elements of each parameter of a layer, but experts'."""
-    sizes = {name: outputs * inputs // layout.tp for name, (outputs, inputs) in config.projections.items()}
-    yield from (config.hidden_size, config.hidden_size)  # norms before attention and feed-forward
-    yield sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"]
-    yield sizes["o_proj"]
-    if config.qkv_bias:
-        yield (config.heads + 2 * config.kv_heads) * config.head_dim // layout.tp
-    if config.qk_norm:
-        yield from (config.head_dim, config.head_dim)
-    if config.experts is not None:
-        yield config.experts.count * config.hidden_size  # the router, whole on every rank
-        return
-    yield sizes["gate_proj"] + sizes["up_proj"]
-    yield sizes["down_proj"]
-
-
-def _expert_parameters(config: ModelConfig, layout: LayoutSpec) -> Iterator[int]:
-    """Elements of each parameter of the experts of a layer that a rank holds."""
-    if config.experts is None:
-        return
-    shapes = (config.projections[name] for name in FFN_PROJECTIONS)
-    gate, up, down = (outputs * inputs // layout.expert_tp for outputs, inputs in shapes)
-    for _ in range(config.experts.count // layout.ep):
-        yield from (gate + up, down)
+    def _fullest(self, layout: LayoutSpec) -> set[int]:
+        """Pipeline-parallel ranks of which one needs most."""
+        kinds = layer_kinds(self.config)
+        if len(set(kinds)) == 1:
+            return {0, layout.pp - 1}
+        earliest: dict[frozenset[tuple[LayerKind, int]], int] = {}
+        for rank in range(layout.pp):
+            stages = range(rank, layout.stages, layout.pp)
+            layers = [self.config.layers_of_stage(stage, layout.stages) for stage in stages]
+            counts = sum((Counter(kinds[of.start : of.stop]) for of in layers), Counter())
+            earliest.setdefault(frozenset(counts.items()), rank)
+        return {0, *earliest.values(), layout.pp - 1}

@@ -109,8 +109,10 @@ class PipelineStage(GPTModel):
         self.dtype: torch.dtype = config.params_dtype
         for layer in self.decoder.layers:
             layer.self_attention.scores = shape.scores(layer.layer_number - 1)
-        self._frequencies = rotary_frequencies(shape.rotary_dim, shape.rope_theta, shape.rope_scaling)
-        self._amplitude = rotary_amplitude(shape.rope_scaling)
+        self._frequencies = rotary_frequencies(
+            shape.rotary_dim, shape.rope_theta, shape.rope_scaling, shape.max_positions
+        )
+        self._amplitude = rotary_amplitude(shape.rope_scaling, shape.max_positions)
         self._window_frequencies: Tensor | None = None
         if shape.window_rope_theta is not None:
             self._window_frequencies = rotary_frequencies(shape.rotary_dim, shape.window_rope_theta)

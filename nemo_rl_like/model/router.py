@@ -38,6 +38,9 @@ ROUTER_METRICS = ("experts/max_load", "experts/min_load", "experts/balance_loss"
 """Largest and smallest share of a layer's choices that fell on one expert, over all layers, times the number of experts (1: all alike); and
 the balance loss, without its coefficient, as the mean over layers."""
 
+ENGINE_DIFFERS = "experts/engine_differs"
+"""Share of the tokens that an engine sent to other experts, in some layer, than the trainer's routers choose at the same pass."""
+
 
 class RowRouter(TopKRouter):
     """Megatron's router, whose choice a `RouterWatch` sees and balances; what Megatron has no choice for, or is replayed, it chooses itself."""

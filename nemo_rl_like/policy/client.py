@@ -40,7 +40,7 @@ class Policy:
     virtual_tokens: int = 0
     """Places of the context that are taken before each row."""
     replays: bool = False
-    """Whether training sends tokens to the experts of the log-prob pass (`policy.router.replay`)."""
+    """Whether training sends tokens to experts that were recorded (`policy.router.replay`)."""
 
     @classmethod
     def start(
@@ -65,7 +65,7 @@ class Policy:
         """
         adapted = adapter_seed is not None and spec.adapted
         virtual = spec.virtual_tokens if adapted else 0
-        replays = spec.router.replay == "first_pass" and not score_head
+        replays = spec.router.replay != "none" and not score_head
         policy = cls(cls.start_ranks(session, spec, name), name, adapted, virtual, replays)
         policy.host(
             folder,

@@ -22,8 +22,7 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.dropout import token_keys
 from nemo_rl_like.model.layouts import MicroBatch, Passes, plan_microbatches
-from nemo_rl_like.model.router import ROUTER_METRICS
-from nemo_rl_like.model.routes import ROUTES
+from nemo_rl_like.model.router import ENGINE_DIFFERS, ROUTER_METRICS
 from nemo_rl_like.model.virtual_tokens import behind, of_batch
 from nemo_rl_like.policy.backend import DTYPES, Backend, ModelRequest
 from nemo_rl_like.policy.background import BackgroundSave
@@ -37,6 +36,7 @@ from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.tokens.batch import TokenBatch
+from nemo_rl_like.tokens.routes import ROUTES
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class PolicyRank:
         self._spec = policy
         self._adapter_seed = adapter_seed
         # A model with a score head is not the one whose choices a batch has.
-        self._replays = policy.router.replay == "first_pass" and not score_head
+        self._replays = policy.router.replay != "none" and not score_head
         request = ModelRequest(
             Path(folder), DTYPES[dtype], initialize, score_head, score_head_seed, adapter_seed, on_host, timeout_s
         )
@@ -125,6 +125,8 @@ class PolicyRank:
             )
         if self.backend.watch is not None:
             names, further = (*names, *ROUTER_METRICS), [*further, self.backend.watch.metrics()]
+            if self._of_engine and "proximal" not in part.extras:  # otherwise the pass before told it
+                names, further = (*names, ENGINE_DIFFERS), [*further, self.backend.watch.routes.differing()]
         walked = replace(walked, sums=torch.cat([walked.sums, *further]))
         undropped = None
         if gap is not None and self._drops:  # the engine has no dropout
@@ -170,9 +172,18 @@ class PolicyRank:
             raise ValueError("the model has no experts")
         rows = batch.trained_per_row > 0
         with self.backend.watch.routes.recording(batch.tokens.numel(), runtime.device()) as routes:
-            walked = self._walk(batch, rows, Walk(temperature), training=False, record=True)
-        metrics = self._report(batch, rows, walked, (), gap)
+            walked = self._walk(batch, rows, Walk(temperature), training=False, replay=self._of_engine, record=True)
+        names: tuple[str, ...] = ()
+        if self._of_engine:
+            names = (ENGINE_DIFFERS,)
+            walked = replace(walked, sums=self.backend.watch.routes.differing())
+        metrics = self._report(batch, rows, walked, names, gap)
         return ray.put(walked.logprobs.cpu()), ray.put(routes.cpu()), metrics
+
+    @property
+    def _of_engine(self) -> bool:
+        """Whether tokens go where the engine sent them."""
+        return self._replays and self._spec.router.replay == "engine"
 
     def values(self, batch: TokenBatch) -> ray.ObjectRef:
         """Reference to the score head's numbers float32 [N] at the places that predict the batch's trained tokens; 0 elsewhere."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nemo_rl_like.data.messages import Message
 from nemo_rl_like.tokens.batch import Row
+from nemo_rl_like.tokens.routes import TokenRoutes
 
 STOPS = ("stop", "length", "max_turns", "context", "truncated", "invalid")
 """Why an episode ended: the environment's end, the token limit, the turn limit, the context, cut by the environment, a failure."""
@@ -33,6 +34,8 @@ class Segment:
     """[len(tokens)] turn that sampled the token, counted over the episode from 0; -1 elsewhere."""
     rewards: tuple[float, ...]
     """[len(tokens)] a turn's reward on its last sampled token; 0 elsewhere."""
+    routes: TokenRoutes | None = None
+    """[len(tokens)] experts that the engine sent the tokens to; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ def episode_rows(
                     episode_id=episode.id,
                     valid=valid,
                     rewards=rewards,
+                    routes=segment.routes,
                     columns=columns,
                     extras={
                         "turn": segment.turn,

@@ -12,6 +12,7 @@ from nemo_rl_like.environment.types import Reset, Step, Task
 from nemo_rl_like.generation.types import Completion
 from nemo_rl_like.rollout.episode import Episode, Segment
 from nemo_rl_like.rollout.seeds import environment_seed, sample_seed
+from nemo_rl_like.tokens.routes import TokenRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class LiveSegment:
     version: list[int]
     turn: list[int]
     rewards: list[float]
+    routes: TokenRoutes | None = None
+    """Of the tokens up to the last sampled one; None: the engine records none."""
 
     @classmethod
     def of_prompt(cls, ids: Sequence[int]) -> LiveSegment:
@@ -69,6 +72,10 @@ class LiveSegment:
         self.sampled += [True] * len(ids)
         self.behavior += logprobs
         self.version += [version] * len(ids)
+
+    def add_routes(self, before: TokenRoutes, sampled: TokenRoutes) -> None:
+        """Take a turn's record of what it sampled, and of all tokens before, of which an earlier turn's record stays."""
+        self.routes = (before if self.routes is None else self.routes.completed(before)) + sampled
 
     def add_environment(self, ids: Sequence[int]) -> None:
         """Append what the environment said; never trained."""
@@ -87,6 +94,7 @@ class LiveSegment:
             version=tuple(self.version),
             turn=tuple(self.turn),
             rewards=tuple(self.rewards),
+            routes=None if self.routes is None else self.routes.padded(len(self.tokens)),
         )
 
     def _add(self, ids: Sequence[int], turn: int) -> None:
@@ -135,7 +143,10 @@ class LiveEpisode:
     def take(self, completion: Completion, reply: Message) -> None:
         """Append what was sampled; `reply` is its text."""
         self.states.append(_state(self.messages))
-        self.segments[-1].add_sampled(completion.ids, completion.logprobs, completion.version, self.turns)
+        segment = self.segments[-1]
+        segment.add_sampled(completion.ids, completion.logprobs, completion.version, self.turns)
+        if completion.prompt_routes is not None and completion.routes is not None:
+            segment.add_routes(completion.prompt_routes, completion.routes)
         self.messages.append(reply)
         self.budget -= len(completion.ids)
         self.turns += 1

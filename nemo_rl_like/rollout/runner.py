@@ -182,7 +182,9 @@ def within(completion: Completion, budget: int) -> Completion:
     """The completion cut to its episode's remaining tokens: exactly what sampling with that limit gives."""
     if len(completion.ids) <= budget:
         return completion
-    return replace(completion, ids=completion.ids[:budget], logprobs=completion.logprobs[:budget], stop="length")
+    routes = None if completion.routes is None else completion.routes.first(budget - 1).padded(budget)
+    ids, logprobs = completion.ids[:budget], completion.logprobs[:budget]
+    return replace(completion, ids=ids, logprobs=logprobs, stop="length", routes=routes)
 
 
 def check_prompt_length(task_id: str, tokens: int, max_context: int) -> None:

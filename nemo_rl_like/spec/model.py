@@ -67,7 +67,32 @@ class YarnRope(Spec):
     """Round the bounds of the ramp between the two to whole pairs of channels."""
 
 
-RopeScalingSpec = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
+class LongRope(Spec):
+    """Every pair of channels is stretched by a factor of its own (LongRoPE, Ding et al. 2024, arXiv 2402.13753; Phi-3-128k, Phi-4-mini)."""
+
+    kind: Literal["longrope"] = "longrope"
+    """Stretching."""
+    original_positions: PositiveInt
+    """Trained context, in tokens."""
+    short_factor: tuple[PositiveFloat, ...]
+    """What each pair's wavelength is multiplied by in a model whose `max_positions` is at most that."""
+    long_factor: tuple[PositiveFloat, ...]
+    """The same where `max_positions` is more, in rows of any length."""
+    attention_factor: PositiveFloat | None = None
+    """Factor of cosines and sines; default: sqrt(1 + ln(s) / ln(original_positions)), s = max_positions / original_positions, 1 where s is at
+    most 1."""
+
+    @model_validator(mode="after")
+    def _as_many(self) -> LongRope:
+        if len(self.short_factor) != len(self.long_factor):
+            raise ValueError(
+                f"`short_factor` has {len(self.short_factor)} numbers and `long_factor` {len(self.long_factor)}; both need one for each "
+                "pair of channels that positions turn"
+            )
+        return self
+
+
+RopeScalingSpec = Annotated[LinearRope | Llama3Rope | YarnRope | LongRope, Field(discriminator="kind")]
 
 
 class ModelInitSpec(Spec):

@@ -130,9 +130,10 @@ class RouterSpec(Spec):
     bias_update_rate: NonNegativeFloat = 0.0
     """What each expert's bias moves by after a step, in models that have one (Wang et al. 2024, arXiv 2408.15664); DeepSeek-V3 was trained
     with 0.001. 0: biases stay."""
-    replay: Literal["none", "first_pass"] = "none"
+    replay: Literal["none", "first_pass", "engine"] = "none"
     """`first_pass`: the updates of an `rl` stage's step send each token to the experts of the pass that told its proximal log-prob, however the
-    router would choose by then (arXiv 2507.18071)."""
+    router would choose by then (arXiv 2507.18071). `engine`: that pass and the updates send it to the experts that the engine sent it to when it
+    was sampled (arXiv 2510.11370), which `engine.kind: embedded` tells; tokens that the engine never read go as with `first_pass`."""
 
     @property
     def has_losses(self) -> bool:

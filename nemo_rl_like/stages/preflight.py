@@ -31,6 +31,7 @@ from nemo_rl_like.rollout.runner import check_prompt_length
 from nemo_rl_like.spec.backend import EMBEDDED
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
+from nemo_rl_like.spec.model import LongRope
 from nemo_rl_like.spec.policy import PrefixTuningSpec, PromptTuningSpec, RouterSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
@@ -91,6 +92,7 @@ def _check_shape(spec: ExperimentSpec) -> None:
         raise SpecError(
             f"`policy.router` has losses or a rate, but a {config.family} model has no experts; leave it out"
         )
+    _check_longrope(spec, config)
     biased = config.traits.experts is not None and config.traits.experts.bias
     if spec.policy.router.bias_update_rate and not biased:
         raise SpecError(
@@ -237,6 +239,19 @@ def require_sampler(spec: ExperimentSpec) -> None:
     """Raise SpecError unless the engine can sample from the backend's model."""
     if spec.policy.backend == "fsdp" and spec.engine.kind == "embedded":
         raise SpecError(EMBEDDED)
+
+
+def _check_longrope(spec: ExperimentSpec, config: ModelConfig) -> None:
+    """vLLM takes longrope's long or short factors by its context, training by the model's. Raises SpecError where they would differ."""
+    scaling, context = config.rope_scaling, spec.engine.max_context
+    if spec.engine.kind != "vllm" or not isinstance(scaling, LongRope) or context is None:
+        return
+    if context <= scaling.original_positions < config.max_positions:
+        raise SpecError(
+            f"`engine.max_context` is {context}, at most the {scaling.original_positions} tokens that the model was first trained with: vLLM would take "
+            f"longrope's short factors, and training the long ones, since the model's `max_position_embeddings` is {config.max_positions}; raise "
+            f"`engine.max_context` above {scaling.original_positions}"
+        )
 
 
 def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec | DistillStageSpec | SampleStageSpec) -> None:

@@ -117,7 +117,9 @@ class RlStage:
                 host("reward_model", folder, service=f"reward-model-{i}") for i, folder in enumerate(judges)
             )
             opponent = self._opponent(policy, reference)
-            engine = RunEngine.start(spec.engine, policy, model.folder, spec.model.dtype, model.config)
+            records = spec.policy.router.replay == "engine"
+            shape = (model.folder, spec.model.dtype, model.config)
+            engine = RunEngine.start(spec.engine, policy, *shape, record_routes=records)
             stack.callback(engine.close)
             yield RlModels(policy, reference, teacher, critic, scorers, opponent), engine
 
@@ -179,8 +181,20 @@ def _check_replay(spec: ExperimentSpec, stage: RlStageSpec) -> None:
     field = f"`policy.router.replay` is {spec.policy.router.replay}, but stage {stage.name}"
     if stage.algorithm.pairs is not None:
         raise SpecError(f"{field} trains on pairs, which have no log-prob pass of their own; leave `replay` out")
+    if spec.policy.router.replay == "engine":
+        _check_engine_records(spec)
+        return
     if objective_of(stage).on_policy:
         raise SpecError(
             f"{field} makes one update a step without a log-prob pass before it; set `algorithm.recompute_proximal: always` or "
             "`updates_per_batch: 2`, or leave `replay` out"
+        )
+
+
+def _check_engine_records(spec: ExperimentSpec) -> None:
+    """The engine tells the experts of its tokens. Raises SpecError."""
+    if spec.engine.kind == "vllm":
+        raise SpecError(
+            "`policy.router.replay` is engine, but `engine.kind` is vllm: its record of experts needs vLLM's second model runner, which needs "
+            "Triton and so does not start on a CPU, and has not been run; set `engine.kind: embedded`, or `replay: first_pass`"
         )

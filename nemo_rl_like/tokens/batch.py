@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from nemo_rl_like.tokens.routes import ROUTES, TokenRoutes
+
 _PER_TOKEN = ("tokens", "loss_mask", "behavior", "version")
 _PER_ROW = ("prompt_id", "group_id", "episode_id", "valid")
 
@@ -40,6 +42,8 @@ class Row:
     """Further numbers of the row by name; every row has the same names."""
     extras: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """[len(tokens)] further numbers of the tokens by name; every row has the same names."""
+    routes: TokenRoutes | None = None
+    """[len(tokens)] experts that an engine sent the tokens to; None: it told none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,8 @@ def batch_rows(rows: Sequence[Row]) -> TokenBatch:
         for what in ("loss_mask", "behavior", "version"):
             if len(getattr(row, what)) != n:
                 raise ValueError(f"row {i}: {what} has {len(getattr(row, what))} entries for {n} tokens")
+        if row.routes is not None and row.routes.tokens != n:
+            raise ValueError(f"row {i}: routes has {row.routes.tokens} entries for {n} tokens")
         if not row.valid and any(row.loss_mask):
             raise ValueError(f"row {i} (episode {row.episode_id}) is invalid but has trained tokens")
         if any(row.loss_mask[: row.prompt_len]) or not 0 < row.prompt_len <= n:
@@ -189,8 +195,18 @@ def batch_rows(rows: Sequence[Row]) -> TokenBatch:
         valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
         rewards={k: torch.tensor([r.rewards.get(k, float("nan")) for r in rows], dtype=torch.float32) for k in names},
         columns={k: torch.tensor([r.columns[k] for r in rows], dtype=torch.float32) for k in columns},
-        extras={k: torch.tensor([x for r in rows for x in r.extras[k]], dtype=torch.float32) for k in extras},
+        extras={k: torch.tensor([x for r in rows for x in r.extras[k]], dtype=torch.float32) for k in extras}
+        | _routes(rows),
     )
+
+
+def _routes(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Those of all rows, where one has any; a row without them was never answered."""
+    width = next((row.routes.width for row in rows if row.routes is not None), None)
+    if width is None:
+        return {}
+    parts = [row.routes or TokenRoutes.none(width, len(row.tokens)) for row in rows]
+    return {ROUTES: torch.cat([part.tensor() for part in parts])}
 
 
 def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -203,11 +219,12 @@ def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
     cuts = [torch.zeros(1, dtype=torch.int64)]
     for batch in batches:
         cuts.append(batch.cu_seqlens[1:] + cuts[-1][-1])
-    first = batches[0]
     per_row = {k: torch.cat([getattr(b, k) for b in batches]) for k in (*_PER_ROW, "prompt_lens")}
     starts = torch.tensor([0, *(int(b.prompt_id.max()) + 1 for b in batches[:-1])]).cumsum(0)
     per_row["prompt_id"] += torch.repeat_interleave(starts, torch.tensor([b.rows for b in batches]))
     per_token = {k: torch.cat([getattr(b, k) for b in batches]) for k in _PER_TOKEN}
+    batches = _with_routes(batches)
+    first = batches[0]
     rewards = sorted({name for b in batches for name in b.rewards})
     return TokenBatch(
         cu_seqlens=torch.cat(cuts),
@@ -217,6 +234,17 @@ def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
         **per_row,
         **per_token,
     )
+
+
+def _with_routes(batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
+    """The same; where one of them has routes, those that have none, whose rows were never answered, get empty ones."""
+    found = next((b.extras[ROUTES] for b in batches if ROUTES in b.extras), None)
+    if found is None:
+        return batches
+    return [
+        b if ROUTES in b.extras else b.with_extras(**{ROUTES: found.new_zeros(b.tokens.numel(), found.shape[1])})
+        for b in batches
+    ]
 
 
 def with_ends(batch: TokenBatch) -> TokenBatch:

@@ -74,11 +74,27 @@ class RunEngine:
     version: int = 0
 
     @classmethod
-    def start(cls, spec: EngineSpec, policy: Policy, folder: Path, dtype: DType, config: Outline) -> RunEngine:
-        """Start the engine: on the policy's own ranks (embedded), or as vLLM replicas that read `folder` first."""
+    def start(
+        cls,
+        spec: EngineSpec,
+        policy: Policy,
+        folder: Path,
+        dtype: DType,
+        config: Outline,
+        *,
+        record_routes: bool = False,
+    ) -> RunEngine:
+        """Start the engine: on the policy's own ranks (embedded), or as vLLM replicas that read `folder` first.
+
+        `record_routes`: the embedded engine tells the experts of its tokens.
+        """
         session = policy.group.session
         if spec.kind == "embedded":
-            kwargs: dict[str, object] = {"model_handle": Hosted(policy.service, "model"), "engine": spec}
+            kwargs: dict[str, object] = {
+                "model_handle": Hosted(policy.service, "model"),
+                "engine": spec,
+                "record_routes": record_routes,
+            }
             policy.group.host(SERVICE, EMBEDDED, kwargs)
             return cls(spec, policy, policy.group, config, owns_group=False, max_gap=spec.gap_limit(dtype))
         group = WorkerGroup.start(

@@ -19,7 +19,6 @@ from nemo_rl_like.algorithms.value_losses import ValueLoss
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.cluster.group import WorkerGroup
 from nemo_rl_like.data.order import DataPosition
-from nemo_rl_like.model.routes import ROUTES
 from nemo_rl_like.observe.timing import Timings
 from nemo_rl_like.policy.client import CRITIC, POLICY, Policy
 from nemo_rl_like.policy.gap import GapLimit
@@ -28,6 +27,7 @@ from nemo_rl_like.rollout.summary import RolloutSummary
 from nemo_rl_like.rollout.taskorder import TaskList, TaskOrder
 from nemo_rl_like.spec.advantages import GaeAdvantage, VapoAdvantage
 from nemo_rl_like.spec.rl import RlStageSpec
+from nemo_rl_like.tokens.routes import ROUTES
 from nemo_rl_like.training.engine import EngineClient, RunEngine
 from nemo_rl_like.training.ptx import Ptx, next_of
 from nemo_rl_like.training.step_service import PreparedStep, StepPlan

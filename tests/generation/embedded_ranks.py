@@ -34,6 +34,7 @@ class Job:
     samplings: list[Sampling]
     scored: list[tuple[int, ...]]
     max_batch_rows: int
+    record_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,16 @@ class Answer:
     scores: list[list[float]]
 
 
-def start_engine(folder: Path, rank: int, world: int, port: int, layout: LayoutSpec, rows: int) -> EmbeddedEngine:
+def start_engine(
+    folder: Path, rank: int, world: int, port: int, layout: LayoutSpec, rows: int, record_routes: bool = False
+) -> EmbeddedEngine:
     """Join the world and make the engine."""
     runtime.init_distributed(rank, world, "127.0.0.1", port, layout, 120.0, 1)
     with SafetensorsReader(folder) as reader:
         model = build_model(ModelConfig.from_hf_folder(folder), layout, torch.float32, weights=reader)
     context = RankContext("policy", rank, world, {}, {}, "127.0.0.1", port, 1, folder / "log", "localhost")
-    return EmbeddedEngine(context, model_handle=model, engine=EngineSpec(max_batch_rows=rows))
+    engine = EngineSpec(max_batch_rows=rows)
+    return EmbeddedEngine(context, model_handle=model, engine=engine, record_routes=record_routes)
 
 
 def do(engine: EmbeddedEngine, job: Job) -> Answer:
@@ -100,7 +104,8 @@ def main() -> None:
     from tests.generation import embedded_ranks
 
     job: embedded_ranks.Job = pickle.loads((scratch / "job.pickle").read_bytes())
-    engine = start_engine(Path(task["folder"]), task["rank"], WORLD, task["port"], layout, job.max_batch_rows)
+    place = (Path(task["folder"]), task["rank"], WORLD, task["port"])
+    engine = start_engine(*place, layout, job.max_batch_rows, job.record_routes)
     answer = embedded_ranks.do(engine, job)
     (scratch / f"rank{task['rank']}.pickle").write_bytes(pickle.dumps(answer))
     runtime.shutdown_distributed()

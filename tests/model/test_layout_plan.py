@@ -39,6 +39,24 @@ def test_tensor_and_context_parallelism_stay_inside_a_node_and_the_least_model_p
     assert sizes == sorted(sizes)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "asked"),
+    [
+        ("gemma-3-1b", 2, {}),
+        ("gemma-2-27b", 16, {"pp": 1}),
+        ("gpt-oss-20b", 8, {"etp": 1}),
+        ("qwen2-57b-a14b", 32, {"tp": 2, "ep": 16, "etp": 1}),
+        ("glm-4.5", 256, {"tp": 4, "cp": 1, "ep": 32, "etp": 1}),
+        ("deepseek-v3", 512, {"tp": 8, "cp": 1, "ep": 64, "etp": 1}),
+    ],
+)
+def test_models_of_every_kind_are_planned(name: str, gpus: int, asked: dict[str, int]) -> None:
+    found = plan(Question(KNOWN_SHAPES[name], gpus, micro_batch_tokens=4096), asked)
+    for planned in found:
+        sizes = {**planned.layout.model_dump(), "etp": planned.layout.expert_tp}
+        assert planned.fits and asked.items() <= sizes.items()
+
+
 def test_smaller_gpus_need_more_model_parallelism() -> None:
     large, small = (plan(replace(SEVENTY, gpu_gib=gib), {})[0].layout for gib in (141.0, 80.0))
     assert large.tp * large.cp * large.pp < small.tp * small.cp * small.pp

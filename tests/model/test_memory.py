@@ -6,13 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.activations import GENERATORS, Activations, HeadShape, MicroBatchShape
+from nemo_rl_like.model.activations import Activations, HeadShape
+from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.known_shapes import KNOWN_SHAPES
-from nemo_rl_like.model.memory import Dtype, Memory, Training, parameter_buffers
+from nemo_rl_like.model.layer_activations import GENERATORS
+from nemo_rl_like.model.memory import Dtype, Memory, Training
+from nemo_rl_like.model.parameter_buffers import parameter_buffers, parameters, untrained
+from nemo_rl_like.model.pass_sizes import MicroBatchShape
 from nemo_rl_like.spec.policy import LayoutSpec, Module, RecomputeSpec
+from tests.model import tiny
 
 LLAMA, QWEN = KNOWN_SHAPES["llama-3.1-8b"], KNOWN_SHAPES["qwen3-235b-a22b"]
 ROWS = MicroBatchShape.packed(4096, 1024)
@@ -23,7 +29,22 @@ def memory(layout: LayoutSpec, dtype: Dtype = "bfloat16", rank: int = 0, micro_b
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("llama-3.1-8b", 8.030), ("llama-3.1-70b", 70.554), ("qwen3-235b-a22b", 235.094)]
+    ("name", "billions"),
+    [
+        ("llama-3.1-8b", 8.030),
+        ("llama-3.1-70b", 70.554),
+        ("qwen3-235b-a22b", 235.094),
+        ("qwen1.5-moe-a2.7b", 14.316),
+        ("qwen2-57b-a14b", 57.409),
+        ("gemma-2-9b", 9.242),
+        ("gemma-2-27b", 27.227),
+        ("gemma-3-1b", 1.000),
+        ("gpt-oss-20b", 20.915),
+        ("gpt-oss-120b", 116.829),
+        ("glm-4.5-air", 106.852),
+        ("glm-4.5", 352.798),
+        ("deepseek-v3", 671.026),
+    ],
 )
 def test_the_known_models_have_the_parameters_their_cards_say(name: str, billions: float) -> None:
     dense, experts = parameter_buffers(KNOWN_SHAPES[name], LayoutSpec(), 0)
@@ -107,7 +128,7 @@ def test_the_head_is_on_the_last_stage_and_grows_with_its_chunks() -> None:
 
 def test_transformer_engines_layers_keep_more_of_swiglu_than_this_packages() -> None:
     ours, theirs = (Activations(LLAMA, LayoutSpec(), ROWS, 2, layers) for layers in ("local", "transformer_engine"))
-    assert theirs.feed_forward() * 3 == ours.feed_forward() * 5
+    assert theirs.at(0).feed_forward.kept() * 3 == ours.at(0).feed_forward.kept() * 5
 
 
 def test_a_layer_computed_again_keeps_its_input_and_one_of_them_is_whole_at_a_time() -> None:
@@ -116,9 +137,9 @@ def test_a_layer_computed_again_keeps_its_input_and_one_of_them_is_whole_at_a_ti
         for recompute in (None, RecomputeSpec(layers=16), RecomputeSpec())
     )
     stream = ROWS.tokens * LLAMA.hidden_size * 2
-    assert plain.kept(0) - half.kept(0) == 16 * (plain.layer() - stream - GENERATORS)
-    assert plain.kept(0) - full.kept(0) == 32 * (plain.layer() - stream - GENERATORS)
-    assert full.widest(0) >= plain.layer() - stream
+    assert plain.kept(0) - half.kept(0) == 16 * (plain.at(0).kept() - stream - GENERATORS)
+    assert plain.kept(0) - full.kept(0) == 32 * (plain.at(0).kept() - stream - GENERATORS)
+    assert full.widest(0) >= plain.at(0).kept() - stream
 
 
 @pytest.mark.parametrize(("config", "module", "other"), [(LLAMA, "mlp", "moe"), (QWEN, "moe", "mlp")])
@@ -127,7 +148,8 @@ def test_a_module_computed_again_keeps_its_input_alone(config: ModelConfig, modu
         Activations(config, LayoutSpec(), ROWS, 2, recompute=recompute)
         for recompute in (None, *(RecomputeSpec(kind="selective", modules=(name,)) for name in (module, other)))
     )
-    assert plain.layer() - inside.layer() == plain.feed_forward() - GENERATORS and lacking.layer() == plain.layer()
+    assert plain.at(0).kept() - inside.at(0).kept() == plain.at(0).feed_forward.kept() - GENERATORS
+    assert lacking.at(0).kept() == plain.at(0).kept()
 
 
 def test_fused_attention_computed_again_on_a_gpu_saves_nothing() -> None:
@@ -135,22 +157,49 @@ def test_fused_attention_computed_again_on_a_gpu_saves_nothing() -> None:
         Activations(LLAMA, LayoutSpec(), ROWS, 2, "transformer_engine", recompute=recompute)
         for recompute in (None, RecomputeSpec(kind="selective"))
     )
-    assert again.layer() >= plain.layer()
+    assert again.at(0).kept() >= plain.at(0).kept()
 
 
-@pytest.mark.parametrize(
-    ("family", "named"),
-    [
-        ("mistral", "a sliding window"),
-        ("gemma2", "capped attention scores, capped logits"),
-        ("gemma3_text", "norms behind attention"),
-        ("nemotron", "feed-forward layers without a gate"),
-    ],
-)
-def test_a_model_that_no_count_describes_is_refused(folders: dict[str, Path], family: str, named: str) -> None:
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.usefixtures("one_rank")
+def test_parameters_are_those_of_the_built_model_one_by_one(folders: dict[str, Path], family: str) -> None:
     config = ModelConfig.from_hf_folder(folders[family])
-    with pytest.raises(InputError, match=f"the {family} model has .*{named}"):
-        Training(config, "float32", ROWS).memory(LayoutSpec(), 0)
+    model = build_model(config, LayoutSpec(), torch.float32, seed=0)
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            sizes[".experts." in name].append(parameter.numel())
+    dense, experts = parameters(config, LayoutSpec(), 0)
+    assert sorted(sizes[False]) == sorted(dense)
+    assert sorted(sizes[True]) == sorted(experts)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert untrained(config, LayoutSpec(), 0) == frozen
+
+
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
+def test_ranks_of_a_pipeline_have_all_parameters_and_each_a_tied_head_once_more(name: str) -> None:
+    config = KNOWN_SHAPES[name]
+    (whole, experts), parts = parameters(config, LayoutSpec(), 0), LayoutSpec(pp=3)
+    dense = [sum(parameters(config, parts, stage)[0]) for stage in range(3)]
+    again = config.vocab_size * config.hidden_size if config.tie_embeddings else 0
+    assert sum(dense) == sum(whole) + again
+    assert sum(sum(parameters(config, parts, stage)[1]) for stage in range(3)) == sum(experts)
+
+
+def test_layers_with_a_window_keep_masks_and_the_others_do_not() -> None:
+    gemma, rows = KNOWN_SHAPES["gemma-3-1b"], MicroBatchShape.packed(4096, 2048)
+    within, all_before = (Activations(gemma, LayoutSpec(), rows, 2).at(layer).kept() for layer in (0, 5))
+    # 512 queries at a time: those of the first call attend to 512 keys, of the three others to 1023; and their outputs are put together.
+    masks, outputs = 512 * (512 + 3 * 1023) * 2, 4096 * 4 * 256 * 2
+    assert within - all_before == masks + outputs
+
+
+def test_the_fullest_rank_may_stand_between_the_first_and_the_last() -> None:
+    """DeepSeek-V3's first three layers have no experts: the second of 16 ranks has more parameters than the first, and no head."""
+    training = Training(KNOWN_SHAPES["deepseek-v3"], "bfloat16", MicroBatchShape.packed(1024, 1024), micro_batches=64)
+    layout = LayoutSpec(tp=8, sp=True, pp=16, dp=8, ep=64, etp=1)
+    peaks = [training.memory(layout, rank).total for rank in range(16)]
+    assert training.peak(layout).rank == 1 == peaks.index(max(peaks))
 
 
 def test_a_layout_that_cannot_be_is_refused() -> None:

@@ -179,6 +179,10 @@ def test_a_damaged_model_folder_is_refused(
                 "recompute_proximal: always",
             ),
         ),
+        (
+            (*EXPERTS, "policy.router.replay=engine", "engine.kind=vllm"),
+            ("`policy.router.replay` is engine", "`engine.kind` is vllm", "Triton", "`replay: first_pass`"),
+        ),
         (("policy.recompute={kind: selective, layers: 2}",), ("`layers` goes with `kind: full`",)),
         (("model.init.family=mixtral",), ("needs `experts`",)),
         (("model.init.experts=4",), ("has no `experts`",)),
@@ -230,6 +234,21 @@ def test_a_spec_that_cannot_run_is_refused(tmp_path: Path, overrides: tuple[str,
     error = refusal(tmp_path, *overrides)
     for word in words:
         assert word in str(error), str(error)
+
+
+def test_an_engine_that_would_take_other_factors_of_longrope_than_training_is_refused(
+    tmp_path: Path, whole_model: Path
+) -> None:
+    model = Path(shutil.copytree(whole_model, tmp_path / "model"))
+    raw = json.loads((model / "config.json").read_text())
+    pairs = raw["head_dim"] // 2
+    rope = {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
+    phi = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "rope_parameters": None, "rope_scaling": rope}
+    phi |= {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps({**raw, **phi}))
+    error = refusal(tmp_path, *of_folder(model), "engine={kind: vllm, max_context: 16}")
+    for word in ("`engine.max_context` is 16", "short factors", "`max_position_embeddings` is 64", "above 16"):
+        assert word in str(error)
 
 
 def test_one_long_prompt_among_many_is_named(tmp_path: Path) -> None:
