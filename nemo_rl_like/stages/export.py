@@ -1,4 +1,4 @@
-"""The `export` stage: a checkpoint as a Hugging Face folder that plain transformers loads, or its adapters as PEFT's."""
+"""The `export` stage: a checkpoint as a Hugging Face folder that plain transformers loads, or its adapters alone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def write_export(source: Path, target: Path, shard_gib: float) -> None:
 
 
 def write_adapter(checkpoint: Path, target: Path) -> None:
-    """Write the checkpoint's adapters to `target` as PEFT does, with the tokenizer beside them.
+    """Write the checkpoint's adapters to `target` as PEFT does, with the tokenizer beside them; bottleneck adapters by names of their own.
 
     Raises InputError if it has none, and as `write_export`.
     """
