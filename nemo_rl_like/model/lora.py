@@ -11,8 +11,9 @@ its own, cut over the ranks that cut the expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from nemo_rl_like.model.dropout import SiteDropout, TokenKeys, channel_keys
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.fp8_weights import plain
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.local_stacked import StackedExperts
 from nemo_rl_like.model.lora_map import (
     CUT_BY_COLUMNS,
     LOCAL_EXPERTS,
@@ -37,9 +39,11 @@ from nemo_rl_like.model.lora_map import (
     FreshAdapters,
     check_targets,
     in_experts,
+    is_stacked,
     linears_of,
     of_experts,
 )
+from nemo_rl_like.model.lora_stacked import STACKED, StackedAdapter, StackedLowRank
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -273,6 +277,13 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
             linear.register_forward_hook(_add_delta)
             if model.config.sequence_parallel and not isinstance(linear.lora, ExpertAdapter):
                 linear.lora.share_sequences()
+        experts = layer.mlp.experts if is_stacked(config) else None
+        if experts is not None and set(STACKED) & set(lora.targets):
+            tensors = dict(zip(STACKED, (experts.gate_up, experts.down), strict=True))
+            parts: dict[str, StackedLowRank] = {
+                name: StackedLowRank(x, lora.rank) for name, x in tensors.items() if name in lora.targets
+            }
+            experts.lora = StackedAdapter(parts, lora.scale)
         if lora.dropout:
             _drop_inputs(layer, lora.dropout)
     adapters = AdapterMap(config, lora)
@@ -364,7 +375,9 @@ def _drop_inputs(layer: Any, share: float) -> None:
 @contextmanager
 def adapters_off(model: MegatronModel) -> Iterator[None]:
     """Inside the block the model computes without its adapters, virtual tokens or prefixes: it is the base that they started from."""
-    found = [module for module in model.modules() if isinstance(module, Adapter | Bottleneck | VirtualIds)]
+    found = [
+        module for module in model.modules() if isinstance(module, Adapter | StackedAdapter | Bottleneck | VirtualIds)
+    ]
     for adapter in found:
         adapter.enabled = False
     try:
@@ -399,14 +412,20 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, model: MegatronModel) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if ADAPTER not in name}
-        self._adapters = {f"{name}.weight": linear.lora for name, linear in _adapted(model)}
+        self._merged: dict[str, Callable[[Tensor], Tensor]] = {
+            f"{name}.weight": linear.lora.merged for name, linear in _adapted(model)
+        }
+        for name, module in model.named_modules():
+            if isinstance(module, StackedExperts) and module.lora is not None:
+                for part, tensor in zip(("gate_up", "down"), STACKED, strict=True):
+                    self._merged[f"{name}.{part}"] = partial(module.lora.merged, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
         weight = plain(self._parameters[name]).detach()
-        if name not in self._adapters:
+        if name not in self._merged:
             return weight
         with torch.no_grad():
-            return self._adapters[name].merged(weight).to(weight.dtype)
+            return self._merged[name](weight).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

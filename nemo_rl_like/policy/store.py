@@ -20,7 +20,8 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import MergedWeights
-from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts
+from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts, is_stacked
+from nemo_rl_like.model.lora_stacked import STACKED
 from nemo_rl_like.model.prefix import PrefixMap
 from nemo_rl_like.model.virtual_tokens import PromptMap
 from nemo_rl_like.model.weight_map import WeightMap
@@ -206,15 +207,17 @@ def _bottleneck_config(adapter: BottleneckSpec, config: ModelConfig) -> dict[str
 
 def _lora_config(lora: LoraSpec, config: ModelConfig) -> dict[str, object]:
     """PEFT puts an expert's gate and up together in one of twice the rank and alpha, which `use_rslora` would scale by another factor: the
-    factor is then said without it."""
-    plain = bool(in_experts(config, lora))
+    factor is then said without it. Experts that lie in one tensor of each kind are parameters to it."""
+    stacked = [name for name in lora.targets if is_stacked(config) and name in STACKED]
+    plain = bool(in_experts(config, lora)) and not stacked
     return {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank if plain else lora.alpha,
         "use_rslora": lora.rslora and not plain,
         "use_dora": lora.dora,
-        "target_modules": [hf_projection(config, name) for name in lora.targets],
+        "target_modules": [hf_projection(config, name) for name in lora.targets if name not in stacked],
+        **({"target_parameters": [f"mlp.experts.{name}" for name in stacked]} if stacked else {}),
         "lora_dropout": lora.dropout,
         "bias": "none",
     }

@@ -173,7 +173,8 @@ class OffloadSpec(Spec):
 
 Plain = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-Projection = Plain | Latent
+Stacked = Literal["gate_up_proj"]
+Projection = Plain | Latent | Stacked
 
 
 class Nf4Spec(Spec):
@@ -199,7 +200,8 @@ class LoraSpec(Spec):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of A's inputs that are 0 in an update, drawn anew for each one; the others are divided by 1 - this."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Plain)
-    """Projections that have an adapter, in every layer; `q_a_proj` to `kv_b_proj` are those of latent attention (DeepSeek-V2 and V3)."""
+    """Projections that have an adapter, in every layer; `q_a_proj` to `kv_b_proj` are those of latent attention (DeepSeek-V2 and
+    V3), `gate_up_proj` and `down_proj` those of experts that lie in one tensor (GPT-OSS)."""
     base: Nf4Spec | None = None
     """How the matrices of the frozen model's layers are held; default: in the model's type."""
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from nemo_rl_like.checkpoint.layout import ADAPTER
+from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.policy.store import write_adapter_config
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec, RecomputeSpec
+from nemo_rl_like.stages.export import write_adapter
 from tests.model import tiny
 from tests.policy.ranks import run_ranks
-from tests.policy.test_lora_laws import Folders, check, each, make_adapters, peft_of, steps
+from tests.policy.test_lora_laws import Folders, check, each, largest, make_adapters, peft_of, steps
 from tests.policy.virtual_ranks import Found, check_samples, one_rank, sampled
 
 V3 = LoraSpec(rank=3, alpha=4.0, targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
@@ -17,6 +24,8 @@ V3_DORA = LoraSpec(rank=3, alpha=4.0, dora=True, targets=("q_a_proj", "kv_a_proj
 V2 = LoraSpec(rank=2, alpha=4.0, rslora=True, targets=("q_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
 GPT_OSS = LoraSpec(rank=3, alpha=4.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 GPT_OSS_DORA = GPT_OSS.model_copy(update={"dora": True})
+EXPERTS = LoraSpec(rank=3, alpha=4.0, rslora=True, targets=("q_proj", "gate_up_proj", "down_proj"))
+DOWN = LoraSpec(rank=2, alpha=4.0, targets=("o_proj", "down_proj"))
 SP = LayoutSpec(tp=2, sp=True, etp=1)
 MORE_RANKS = (LayoutSpec(pp=2), LayoutSpec(dp=2, ep=2), LayoutSpec(tp=2, sp=True, ep=2, etp=1))
 CASES = {
@@ -25,17 +34,20 @@ CASES = {
     "v2": ("deepseek_v2", V2),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss dora": ("gpt_oss", GPT_OSS_DORA),
+    "gpt_oss experts": ("gpt_oss", EXPERTS),
+    "gpt_oss down": ("gpt_oss", DOWN),
 }
 
 
 def make(root: Path, name: str) -> tuple[Folders, LoraSpec]:
     family, lora = CASES[name]
     tiny.make_model(family).save_pretrained(root / "base")
-    return make_adapters(root, root / "base", lora, std=0.1), lora
+    stacked = [f"mlp.experts.{x}" for x in lora.targets if family == "gpt_oss" and x in ("gate_up_proj", "down_proj")]
+    return make_adapters(root, root / "base", lora, std=0.1, parameters=stacked or None), lora
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v3", "v2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["v3", "v2", "gpt_oss", "gpt_oss experts"])
 def test_they_are_pefts_for_any_rows(name: str, tmp_path: Path) -> None:
     folders, lora = make(tmp_path, name)
     policies = [
@@ -49,7 +61,10 @@ def test_they_are_pefts_for_any_rows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "layouts"),
-    [(("v3 dora", "gpt_oss dora"), (SP,)), pytest.param(tuple(CASES), (SP, LayoutSpec(cp=2)), marks=pytest.mark.slow)],
+    [
+        (("v3 dora", "gpt_oss experts"), (SP,)),
+        pytest.param(tuple(CASES), (SP, LayoutSpec(cp=2)), marks=pytest.mark.slow),
+    ],
     ids=["some", "all"],
 )
 def test_they_are_pefts_over_two_ranks(names: tuple[str, ...], layouts: tuple[LayoutSpec, ...], tmp_path: Path) -> None:
@@ -60,12 +75,28 @@ def test_they_are_pefts_over_two_ranks(names: tuple[str, ...], layouts: tuple[La
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v3", "v3 dora", "gpt_oss"])
+@pytest.mark.parametrize("name", ["v3", "v3 dora", "gpt_oss experts"])
 def test_they_are_pefts_in_more_layouts(name: str, tmp_path: Path) -> None:
     folders, lora = make(tmp_path, name)
     check(
         run_ranks(steps, 2, tmp_path, folders, [PolicySpec(layout=x, lora=lora) for x in MORE_RANKS]), (folders, lora)
     )
+
+
+@pytest.mark.parametrize("name", ["gpt_oss experts", "gpt_oss down"])
+def test_peft_loads_what_is_exported_of_stacked_experts(name: str, tmp_path: Path) -> None:
+    """From the checkpoint's own form, with names and shapes as PEFT writes them, and the same logits."""
+    folders, lora = make(tmp_path, name)
+    config = ModelConfig.from_hf_folder(folders.base)
+    write_adapter_config(folders.checkpoint / ADAPTER / "adapter_config.json", lora, config, folders.base)
+    (folders.checkpoint / "weights").mkdir()
+    write_adapter(folders.checkpoint, tmp_path / "export")
+    ours, theirs = (load_file(x / "adapter_model.safetensors") for x in (tmp_path / "export", folders.peft))
+    assert largest(ours, theirs) == 0
+    ids = torch.arange(20)[None]
+    exported, plain = replace(folders, peft=tmp_path / "export"), tiny.hugging_face(folders.base, torch.float64)
+    said, want = (peft_of(x)(ids).logits for x in (exported, folders))
+    assert torch.equal(said, want) and float((want - plain(ids).logits).abs().max()) > 0.1
 
 
 @pytest.mark.slow

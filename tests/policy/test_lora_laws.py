@@ -65,10 +65,13 @@ def make(root: Path, lora: LoraSpec) -> Folders:
     return make_adapters(root, make_folder(root / "base"), lora)
 
 
-def make_adapters(root: Path, base: Path, lora: LoraSpec, std: float = 0.2) -> Folders:
-    """Random adapters, B among them, written by PEFT."""
+def make_adapters(
+    root: Path, base: Path, lora: LoraSpec, std: float = 0.2, parameters: list[str] | None = None
+) -> Folders:
+    """Random adapters, B among them, written by PEFT; `parameters`, with `.experts.`, are targets in the place of projections' names."""
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, use_dora=lora.dora, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, use_dora=lora.dora, target_modules=[x for x in lora.targets if not any(y.endswith(x) for y in parameters or ())],
+        target_parameters=parameters, task_type="CAUSAL_LM",
     )  # fmt: skip
     model = get_peft_model(tiny.hugging_face(base, torch.float32), config)
     torch.manual_seed(4)
@@ -78,10 +81,26 @@ def make_adapters(root: Path, base: Path, lora: LoraSpec, std: float = 0.2) -> F
             parameter.data = parameter + drawn if "magnitude" in name else drawn
     model.save_pretrained(root / "peft")
     (root / "checkpoint" / ADAPTER).mkdir(parents=True)
-    save_file(
-        load_file(root / "peft" / "adapter_model.safetensors"), root / "checkpoint" / ADAPTER / "model.safetensors"
-    )
+    written = as_ours(load_file(root / "peft" / "adapter_model.safetensors"), model.config.hidden_size)
+    save_file(written, root / "checkpoint" / ADAPTER / "model.safetensors")
     return Folders(base, root / "peft", root / "checkpoint")
+
+
+def as_ours(tensors: dict[str, torch.Tensor], hidden: int) -> dict[str, torch.Tensor]:
+    """Adapters of stacked experts, four of them, by expert under the name of their tensor, which is told by what they read."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            found[name] = tensor
+            continue
+        block, part = name.replace(".base_layer", "").split(".lora_")
+        inputs = tensors[name.replace(".lora_B.", ".lora_A.")].shape[1]
+        target = "gate_up_proj" if inputs == hidden else "down_proj"
+        by_expert = (
+            tensor.unflatten(0, (4, -1)) if part.startswith("A") else tensor.unflatten(1, (-1, 4)).permute(2, 0, 1)
+        )
+        found[f"{block}.{target}.lora_{part}"] = by_expert.contiguous()
+    return found
 
 
 @pytest.fixture(
@@ -171,7 +190,8 @@ def check(made: list[dict[str, Any]], case: tuple[Folders, LoraSpec]) -> None:
     folders, lora = case
     batch = make_batch()
     flat, loss, gradients = by_peft(peft_of(folders), batch)
-    base = on_disk(tiny.hugging_face(folders.base, torch.float32))
+    model = tiny.hugging_face(folders.base, torch.float32)
+    gradients, base = as_ours(gradients, model.config.hidden_size), on_disk(model)
     merged = on_disk(peft_of(folders, torch.float32).merge_and_unload())
     norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
     for got in made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.memory import base_bytes
 from nemo_rl_like.model.nf4 import Nf4Weight
@@ -19,8 +21,8 @@ from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, Nf4Spec, PolicySpec, RecomputeSpec
 from tests.model import tiny
 from tests.policy.ranks import run_ranks
-from tests.policy.test_laws import VOCAB
-from tests.policy.test_lora_laws import Folders, check, largest, make_adapters, member, peft_of, steps
+from tests.policy.test_laws import VOCAB, make_batch
+from tests.policy.test_lora_laws import Folders, check, largest, log_probs, make_adapters, member, peft_of, steps
 from tests.policy.virtual_ranks import check_samples, sampled
 
 LORA = LoraSpec(rank=4, alpha=6.0, base=Nf4Spec(double=False))
@@ -45,8 +47,12 @@ def dequantised(base: Path, target: Path) -> Path:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
+    """Adapters of `LORA`."""
+    return make(tmp_path / "qlora", LORA)
+
+
+def make(root: Path, lora: LoraSpec) -> Folders:
     """A base two tensor-parallel ranks of which have whole blocks, and random adapters by PEFT."""
-    root = tmp_path / "qlora"
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.08,
@@ -54,7 +60,7 @@ def folders(tmp_path: Path) -> Folders:
     torch.manual_seed(2)
     LlamaForCausalLM(config).save_pretrained(root / "base")
     dequantised(root / "base", root / "dequantised")
-    return make_adapters(root, root / "base", LORA, std=0.1)
+    return make_adapters(root, root / "base", lora, std=0.1)
 
 
 def on_dequantised(folders: Folders) -> Folders:
@@ -62,13 +68,15 @@ def on_dequantised(folders: Folders) -> Folders:
 
 
 @pytest.mark.slow
-def test_they_are_pefts_on_the_dequantised_base_for_any_rows(folders: Folders, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
+def test_they_are_pefts_on_the_dequantised_base_for_any_rows(lora: LoraSpec, tmp_path: Path) -> None:
+    folders = make(tmp_path / "qlora", lora)
     policies = [
-        PolicySpec(lora=LORA),
-        PolicySpec(lora=LORA, rows="packed", micro_batch_tokens=24, recompute=RecomputeSpec()),
+        PolicySpec(lora=lora),
+        PolicySpec(lora=lora, rows="packed", micro_batch_tokens=24, recompute=RecomputeSpec()),
     ]
     made, samples = run_ranks(trained_and_sampled, 1, tmp_path, folders, policies)
-    check(made, (on_dequantised(folders), LORA))
+    check(made, (on_dequantised(folders), lora))
     check_samples(samples, peft_of(on_dequantised(folders)))
 
 
@@ -92,8 +100,29 @@ def merged_base(rank: int, world: int, port: int, folders: Folders, policies: li
     for policy in policies:
         this = member(rank, world, port, folders, policy)
         whole = {name: tensor.clone() for name, tensor in this.backend.weights() if tensor is not None}
-        out.append({"whole": whole, "bytes": held_bytes(this), "told": told_bytes(folders, policy)})
+        alive = most_alive(this)
+        out.append({"whole": whole, "bytes": held_bytes(this), "told": told_bytes(folders, policy), "alive": alive})
     return out
+
+
+def most_alive(this: PolicyRank) -> int:
+    """Matrices whose values are in memory when those of another are made, in a step of training and its log-probs."""
+    found: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+    dequantized = Nf4Weight.dequantized
+
+    def watched(weight: Nf4Weight) -> torch.Tensor:
+        found.append(sum(of() is not None for of in made))
+        values = dequantized(weight)
+        made.append(weakref.ref(values))
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Nf4Weight, "dequantized", watched)
+        this.train_step(make_batch(), None, CrossEntropy())
+        log_probs(this, make_batch())
+    assert len(found) > 50
+    return max(found)
 
 
 def held_bytes(this: PolicyRank) -> int:
@@ -117,7 +146,7 @@ def test_the_base_is_the_same_in_any_layout_and_takes_what_the_estimate_says(fol
         assert all(torch.equal(found["whole"][name], tensor) for found in two), name
         apart = float((tensor - plain[name]).norm() / plain[name].norm())
         assert (0 < apart < 0.02) if name.endswith("proj.weight") else apart == 0, name
-    assert all(found["bytes"] == found["told"] for found in (*one, *two))
+    assert all(found["bytes"] == found["told"] and found["alive"] == 0 for found in (*one, *two))
     matrices = sum(t.numel() for name, t in plain.items() if name.endswith("proj.weight"))
     others = sum(t.nbytes for name, t in plain.items() if not name.endswith("proj.weight"))
     bits = [8 * (found["bytes"] - others) / matrices for found in one]
