@@ -49,6 +49,13 @@ def levels(device: torch.device) -> Tensor:
 
 
 @cache
+def pairs_of_levels(device: torch.device) -> Tensor:
+    """float32 [256, 2]: the two values of a byte of codes."""
+    byte = torch.arange(256, device=device)
+    return levels(device)[torch.stack([byte >> 4, byte & 15], dim=1)]
+
+
+@cache
 def tree_levels(device: torch.device) -> Tensor:
     """float32 [256], ascending: 0, 1, and of each power of ten from 1e-6 to 1 twice as many numbers between its tenth and itself as of the last."""
     found = [0.0, 1.0]
@@ -101,7 +108,7 @@ def doubly(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales [out, n] of one whole matrix -> codes uint8 [out, n], float32 [groups] scales of theirs and as often their mean."""
     mean = scales.mean()
     flat = (scales - mean).flatten()
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).unflatten(0, (-1, GROUP))
+    padded = nn.functional.pad(flat, (0, -flat.numel() % GROUP)).unflatten(0, (-1, GROUP))
     factors = padded.abs().amax(1)
     shares = (padded * (1.0 / factors.clamp(min=_TINY))[:, None]).clamp(-1, 1)
     codes = nearest(shares, tree_levels(scales.device)).flatten()[: flat.numel()]
@@ -148,10 +155,9 @@ class Nf4Weight(nn.Parameter):
 
     def dequantized(self) -> Tensor:
         """[out, in] in the model's type."""
-        codes = torch.stack([self.data >> 4, self.data & 15], dim=-1).flatten(1).int()
         scales = self.scales if isinstance(self.scales, Tensor) else self.scales.values()
-        values = levels(self.device)[codes].unflatten(1, (-1, BLOCK)) * scales[..., None]
-        return values.flatten(1).to(self.dtype_of_values)
+        values = nn.functional.embedding(self.data.int(), pairs_of_levels(self.device)).flatten(1)
+        return values.unflatten(1, (-1, BLOCK)).mul_(scales[..., None]).flatten(1).to(self.dtype_of_values)
 
     @property
     def bytes(self) -> int:
