@@ -122,9 +122,8 @@ def test_houlsbys_adapters_are_those_of_float64_for_any_rows(tmp_path: Path) -> 
     check_samples(found[1], hooked(folders)[0])
 
 
-@pytest.mark.parametrize(
-    "layouts", [SOME_RANKS, pytest.param(MORE_RANKS, marks=pytest.mark.slow)], ids=["some", "more"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [SOME_RANKS, MORE_RANKS], ids=["some", "more"])
 def test_adapters_are_those_of_float64_over_two_ranks(layouts: tuple[LayoutSpec, ...], tmp_path: Path) -> None:
     """The other places are told here, where tensor-parallel ranks have parts of the sequence."""
     base = make_folder(tmp_path / "base")

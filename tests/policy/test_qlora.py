@@ -28,8 +28,14 @@ from tests.policy.virtual_ranks import check_samples, sampled
 LORA = LoraSpec(rank=4, alpha=6.0, base=Nf4Spec(double=False))
 DORA = LoraSpec(rank=3, alpha=4.0, dora=True, base=Nf4Spec(double=False))
 DOUBLE = LORA.model_copy(update={"base": Nf4Spec()})
-SOME_RANKS = (LayoutSpec(tp=2, sp=True),)
-MORE_RANKS = (LayoutSpec(tp=2), LayoutSpec(pp=2), LayoutSpec(dp=2), LayoutSpec(cp=2), LayoutSpec(pp=2, vpp=2))
+TWO_RANKS = (
+    LayoutSpec(tp=2, sp=True),
+    LayoutSpec(tp=2),
+    LayoutSpec(pp=2),
+    LayoutSpec(dp=2),
+    LayoutSpec(cp=2),
+    LayoutSpec(pp=2, vpp=2),
+)
 
 
 def dequantised(base: Path, target: Path) -> Path:
@@ -86,11 +92,9 @@ def trained_and_sampled(
     return steps(rank, world, port, folders, policies), sampled(rank, world, port, folders, policies[0])
 
 
-@pytest.mark.parametrize(
-    "layouts", [SOME_RANKS, pytest.param(MORE_RANKS, marks=pytest.mark.slow)], ids=["some", "more"]
-)
-def test_they_are_pefts_over_two_ranks(folders: Folders, layouts: tuple[LayoutSpec, ...], tmp_path: Path) -> None:
-    policies = [PolicySpec(layout=x, lora=LORA) for x in layouts]
+@pytest.mark.slow
+def test_they_are_pefts_over_two_ranks(folders: Folders, tmp_path: Path) -> None:
+    policies = [PolicySpec(layout=x, lora=LORA) for x in TWO_RANKS]
     check(run_ranks(steps, 2, tmp_path, folders, policies), (on_dequantised(folders), LORA))
 
 
