@@ -277,13 +277,8 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
             linear.register_forward_hook(_add_delta)
             if model.config.sequence_parallel and not isinstance(linear.lora, ExpertAdapter):
                 linear.lora.share_sequences()
-        experts = layer.mlp.experts if is_stacked(config) else None
-        if experts is not None and set(STACKED) & set(lora.targets):
-            tensors = dict(zip(STACKED, (experts.gate_up, experts.down), strict=True))
-            parts: dict[str, StackedLowRank] = {
-                name: StackedLowRank(x, lora.rank) for name, x in tensors.items() if name in lora.targets
-            }
-            experts.lora = StackedAdapter(parts, lora.scale)
+        if is_stacked(config):
+            _adapt_stacked(layer.mlp.experts, lora)
         if lora.dropout:
             _drop_inputs(layer, lora.dropout)
     adapters = AdapterMap(config, lora)
@@ -292,6 +287,15 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
     if lora.dora:
         for _, linear in _adapted(model):
             linear.lora.start_lengths(values_of(linear.weight))
+
+
+def _adapt_stacked(experts: StackedExperts, lora: LoraSpec) -> None:
+    """Put adapters on a layer's experts, if they are targets."""
+    tensors = dict(zip(STACKED, (experts.gate_up, experts.down), strict=True))
+    targets: tuple[str, ...] = lora.targets
+    parts = {name: StackedLowRank(tensor, lora.rank) for name, tensor in tensors.items() if name in targets}
+    if parts:
+        experts.lora = StackedAdapter(parts, lora.scale)
 
 
 def _check_device(model: MegatronModel, config: ModelConfig, lora: LoraSpec) -> None:
