@@ -10,16 +10,19 @@ from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.local_layers import local_layer_spec
+from nemo_rl_like.model.local_linears import IN_NF4, PLAIN
 from nemo_rl_like.model.local_norms import NORMS
 from nemo_rl_like.model.mcore import (
     TransformerBlockSubmodules,
     parallel_state,
 )
 from nemo_rl_like.model.megatron_config import transformer_config
+from nemo_rl_like.model.nf4 import Nf4Weight
+from nemo_rl_like.model.nf4_map import check_nf4
 from nemo_rl_like.model.pipeline_stage import LayerSpecs, fp8_alignment
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.model.weight_map import WeightMap
-from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec, RecomputeSpec
+from nemo_rl_like.spec.policy import Fp8Spec, LayoutSpec, Nf4Spec, RecomputeSpec
 
 
 def build_model(
@@ -32,24 +35,30 @@ def build_model(
     fp8: Fp8Spec | None = None,
     adapters: bool = False,
     recompute: RecomputeSpec | None = None,
+    base: Nf4Spec | None = None,
 ) -> MegatronModel:
     """This rank's stages and shard, with weights read from `weights` or made from `seed` (the same at every layout).
 
     Needs `runtime.init_distributed`. No weight is initialised and then thrown away.
     `fp8` computes the linear layers in FP8; `adapters`: the model will get some, which read what a norm gives, so no layer fuses the two; `recompute`
-    says which activations the backward pass computes again.
+    says which activations the backward pass computes again; `base`: hold the layers' matrices, which nobody then trains, in 4 bits.
     Raises InputError if the layout does not fit the model, the weights do not cover it, or this machine lacks what `fp8` needs.
     """
     if (seed is None) == (weights is None):
         raise ValueError("give exactly one of `seed` (a model from scratch) and `weights`")
     if fp8 is not None:
         _require_fp8(config, layout, dtype, fp8)
+    if base is not None:
+        check_nf4(config, layout)
     if dtype is torch.float32:
         runtime.exact_float32()
     megatron = transformer_config(config, layout, dtype, fp8, recompute)
     with runtime.quiet():
-        specs = [_spec(config, layout, virtual, adapters) for virtual in range(layout.vpp)]
+        specs = [_spec(config, layout, virtual, adapters, base) for virtual in range(layout.vpp)]
         model = MegatronModel(config, megatron, specs).to(runtime.device())
+    if base is not None:
+        for weight in (parameter for parameter in model.parameters() if isinstance(parameter, Nf4Weight)):
+            weight.double_scales = base.double
     weight_map = WeightMap(config)
     weight_map.mark_shards(model)
     weight_map.load_hf(model, weights if weights is not None else ScratchReader(config, seed or 0, dtype))
@@ -88,17 +97,20 @@ def check_fp8_widths(config: ModelConfig, layout: LayoutSpec, fp8: Fp8Spec) -> N
             )
 
 
-def _spec(config: ModelConfig, layout: LayoutSpec, virtual: int, adapters: bool) -> LayerSpecs:
+def _spec(config: ModelConfig, layout: LayoutSpec, virtual: int, adapters: bool, base: Nf4Spec | None) -> LayerSpecs:
     """Of one of this rank's stages, counted by `virtual`."""
     stage = virtual * layout.pp + parallel_state.get_pipeline_model_parallel_rank()
     layers = config.layers_of_stage(stage, layout.stages)
     if runtime.on_cuda():
-        return _transformer_engine_spec(config, layers, adapters)
-    specs = [local_layer_spec(config, layer) for layer in layers]
+        return _transformer_engine_spec(config, layers, adapters, base)
+    made_of = PLAIN if base is None else IN_NF4
+    specs = [local_layer_spec(config, layer, made_of) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=NORMS[config.traits.norm])
 
 
-def _transformer_engine_spec(config: ModelConfig, layers: range, adapters: bool) -> TransformerBlockSubmodules:
+def _transformer_engine_spec(
+    config: ModelConfig, layers: range, adapters: bool, base: Nf4Spec | None
+) -> TransformerBlockSubmodules:
     able = runtime.capabilities().transformer_engine
     if not able.available:
         raise InputError(
@@ -110,11 +122,17 @@ def _transformer_engine_spec(config: ModelConfig, layers: range, adapters: bool)
             f"the {config.family} model has {' and '.join(lacking)}, which this package's layers on Transformer Engine lack; "
             "hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
         )
+    if base is not None and config.experts is not None:
+        raise InputError(
+            f"policy.lora.base is {base.kind}, but on CUDA a rank's experts are computed in one product, of matrices in the model's type; leave it "
+            "out, or hide the GPU (CUDA_VISIBLE_DEVICES=) to use the CPU"
+        )
     from nemo_rl_like.model.te_attention import transformer_engine_layers
 
     count = config.experts.count if config.experts else None
     experts = [count if config.has_experts(layer) else None for layer in layers]
-    return transformer_engine_layers(config.qk_norm, experts, fuse_norms=not adapters)
+    made_of = None if base is None else IN_NF4
+    return transformer_engine_layers(config.qk_norm, experts, fuse_norms=not adapters, made_of=made_of)
 
 
 def _not_on_transformer_engine(config: ModelConfig) -> list[str]:

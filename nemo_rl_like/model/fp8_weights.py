@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.model.mcore import dequantize_fp8_tensor, is_float8tensor
+from nemo_rl_like.model.nf4 import values_of
 
 
 def plain(weight: Tensor) -> Tensor:
-    """The weight, or the values of one that is kept in FP8, in the model's type."""
+    """The weight, or the values of one that is kept in FP8 or NF4, in the model's type."""
     if not is_float8tensor(weight):
-        return weight
+        return values_of(weight)
     values: Tensor = dequantize_fp8_tensor(weight.detach())
     return values
 

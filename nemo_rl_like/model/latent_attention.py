@@ -16,7 +16,7 @@ from torch.nn import functional
 from nemo_rl_like.model.attention import AttentionCall, Rotary, call_of, rotate
 from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.hf_latent import LatentConfig
-from nemo_rl_like.model.local_linears import LocalColumnLinear, LocalRowLinear, WholeLinear
+from nemo_rl_like.model.local_linears import Linears
 from nemo_rl_like.model.local_norms import RmsNorm
 from nemo_rl_like.model.mcore import (
     MegatronModule,
@@ -44,6 +44,7 @@ class LatentSelfAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         latent: LatentConfig,
+        made_of: Linears,
         pg_collection: ProcessGroupCollection,
         **unused: object,
     ) -> None:
@@ -55,19 +56,19 @@ class LatentSelfAttention(MegatronModule):
         self.checkpoint_core_attention = selective and "core_attn" in config.recompute_modules
         shared: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
         shared |= {"skip_bias_add": True, "tp_group": self._group}
-        column = partial(LocalColumnLinear, gather_output=False, **shared)
+        column = partial(made_of.column, gather_output=False, **shared)
         matrices = latent.projections(config.hidden_size, config.num_attention_heads)
         queries, keys = matrices["q_proj" if latent.query_rank is None else "q_b_proj"], matrices["kv_b_proj"]
         if latent.query_rank is None:
             self.linear_q_proj = column(*reversed(queries))
         else:
-            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, latent.query_rank)
+            self.linear_q_down_proj = made_of.whole(config, config.hidden_size, latent.query_rank)
             self.q_layernorm = RmsNorm(config, latent.query_rank, _NORM_EPS)
             self.linear_q_up_proj = column(*reversed(queries))
-        self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, matrices["kv_a_proj_with_mqa"][0])
+        self.linear_kv_down_proj = made_of.whole(config, config.hidden_size, matrices["kv_a_proj_with_mqa"][0])
         self.kv_layernorm = RmsNorm(config, latent.key_value_rank, _NORM_EPS)
         self.linear_kv_up_proj = column(*reversed(keys))
-        self.linear_proj = LocalRowLinear(*reversed(matrices["o_proj"]), input_is_parallel=True, **shared)
+        self.linear_proj = made_of.row(*reversed(matrices["o_proj"]), input_is_parallel=True, **shared)
 
     def forward(
         self,

@@ -22,7 +22,8 @@ from nemo_rl_like.model.hf_attention import PLAIN, Scores
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.latent_attention import LatentSelfAttention
 from nemo_rl_like.model.local_activations import GeGlu, SquaredRelu, SwiGlu
-from nemo_rl_like.model.local_linears import LocalColumnLinear, LocalRowLinear
+from nemo_rl_like.model.local_linears import PLAIN as PLAIN_LINEARS
+from nemo_rl_like.model.local_linears import Linears
 from nemo_rl_like.model.local_norms import NORMS, RmsNorm
 from nemo_rl_like.model.local_stacked import StackedExperts
 from nemo_rl_like.model.mcore import (
@@ -41,7 +42,7 @@ from nemo_rl_like.model.mcore import (
 from nemo_rl_like.model.router import RowRouter
 
 
-def local_layer_spec(config: ModelConfig, index: int) -> ModuleSpec:
+def local_layer_spec(config: ModelConfig, index: int, made_of: Linears = PLAIN_LINEARS) -> ModuleSpec:
     """One layer of the model on the CPU, counted from 0 over the whole model."""
     traits, experts = config.traits, config.experts.count if config.experts and config.has_experts(index) else None
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_norm, normalization="RMSNorm")
@@ -49,16 +50,18 @@ def local_layer_spec(config: ModelConfig, index: int) -> ModuleSpec:
     spec.module, layer = (NormedLayer if traits.post_norms else LocalLayer), spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     layer.self_attention.module, attention = LocalSelfAttention, layer.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = LocalColumnLinear, LocalRowLinear
+    attention.linear_qkv, attention.linear_proj = made_of.column, made_of.row
     attention.core_attention = IdentityOp  # the layout attends
     if traits.sinks:
         layer.self_attention.module = SinkSelfAttention
     if config.latent is not None:
-        layer.self_attention = ModuleSpec(module=LatentSelfAttention, params={"latent": config.latent})
+        layer.self_attention = ModuleSpec(
+            module=LatentSelfAttention, params={"latent": config.latent, "made_of": made_of}
+        )
     if config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if experts is not None:
-        linears = MLPSubmodules(linear_fc1=LocalColumnLinear, linear_fc2=LocalRowLinear)
+        linears = MLPSubmodules(linear_fc1=made_of.column, linear_fc2=made_of.row)
         layer.mlp.submodules.experts = ModuleSpec(module=LocalExperts, submodules=linears)
         if config.experts is not None and config.experts.swiglu is not None:
             params = {"swiglu": config.experts.swiglu}
@@ -67,7 +70,7 @@ def local_layer_spec(config: ModelConfig, index: int) -> ModuleSpec:
         layer.mlp.submodules.shared_experts = ModuleSpec(module=LocalSharedExpert, submodules=linears)
         return spec
     layer.mlp.module = _MLPS[traits.activation]
-    layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = LocalColumnLinear, LocalRowLinear
+    layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = made_of.column, made_of.row
     return spec
 
 

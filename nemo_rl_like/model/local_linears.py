@@ -5,6 +5,7 @@ A weight's gradient goes straight into the buffer that DDP keeps for it, so that
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nemo_rl_like.model.mcore import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from nemo_rl_like.model.nf4 import Nf4Weight, values_of
 
 
 class LocalColumnLinear(ColumnParallelLinear):
@@ -71,6 +73,48 @@ class WholeLinear(torch.nn.Module):
         return out
 
 
+class Nf4ColumnLinear(LocalColumnLinear):
+    """The same with a frozen matrix in NF4, whose values are there while they are multiplied with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _hold_in_nf4(self)
+
+
+class Nf4RowLinear(LocalRowLinear):
+    """The same with a frozen matrix in NF4."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _hold_in_nf4(self)
+
+
+class Nf4WholeLinear(WholeLinear):
+    """The same with a frozen matrix in NF4."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _hold_in_nf4(self)
+
+
+def _hold_in_nf4(linear: torch.nn.Module) -> None:
+    """Give its new weight, which nobody has written to yet, room for codes."""
+    linear.weight = Nf4Weight(linear.get_parameter("weight"))
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """What a model's products are made of."""
+
+    column: type[LocalColumnLinear] = LocalColumnLinear
+    row: type[LocalRowLinear] = LocalRowLinear
+    whole: type[WholeLinear] = WholeLinear
+
+
+PLAIN = Linears()
+IN_NF4 = Linears(Nf4ColumnLinear, Nf4RowLinear, Nf4WholeLinear)
+
+
 class _Linear(Function):
     """x W^T. `group`: ranks over which the gradient of x is summed."""
 
@@ -78,12 +122,12 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)  # a frozen weight's gradient is never made
         ctx.group = group
-        return x @ weight.t()
+        return x @ values_of(weight).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        to_x = grad @ weight
+        to_x = grad @ values_of(weight)
         summing = None if ctx.group is None else dist.all_reduce(to_x, group=ctx.group, async_op=True)
         to_weight = None
         if ctx.needs_input_grad[1]:
@@ -100,12 +144,12 @@ class _GatheredLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.group = group
-        return _gathered(x, group) @ weight.t()
+        return _gathered(x, group) @ values_of(weight).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        whole = grad @ weight
+        whole = grad @ values_of(weight)
         to_x = whole.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
         summing = dist.reduce_scatter_tensor(to_x, whole.contiguous(), group=ctx.group, async_op=True)
         to_weight = None

@@ -11,8 +11,9 @@ its own, cut over the ranks that cut the expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +23,27 @@ from torch import Tensor, nn
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import AttentionCall
+from nemo_rl_like.model.bottleneck import Bottleneck
 from nemo_rl_like.model.dropout import SiteDropout, TokenKeys, channel_keys
 from nemo_rl_like.model.forward import MegatronModel
+from nemo_rl_like.model.fp8_weights import plain
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.local_stacked import StackedExperts
 from nemo_rl_like.model.lora_map import (
     CUT_BY_COLUMNS,
     LOCAL_EXPERTS,
     NUMBERS,
     PROJECTIONS,
+    WHOLE,
     AdapterMap,
     FreshAdapters,
     check_targets,
     in_experts,
+    is_stacked,
+    linears_of,
     of_experts,
 )
+from nemo_rl_like.model.lora_stacked import STACKED, StackedAdapter, StackedLowRank
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -43,6 +51,7 @@ from nemo_rl_like.model.mcore import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from nemo_rl_like.model.nf4 import shape_of, values_of
 from nemo_rl_like.model.virtual_tokens import VirtualIds
 from nemo_rl_like.model.weight_entries import ADAPTER
 from nemo_rl_like.spec.policy import LoraSpec
@@ -89,7 +98,7 @@ class Adapter(nn.Module):
         """The layer's output with the adapters: `base` [..., out] is its own, `bias` in it, `delta` what `forward` gives, `weight` its W."""
         if not self.with_lengths:
             return base + delta
-        lengths = self.row_lengths(weight) if self.held_lengths is None else self.held_lengths
+        lengths = self.row_lengths(values_of(weight)) if self.held_lengths is None else self.held_lengths
         factors = self._row_factors(lengths).to(base.dtype)
         bare = base if bias is None else base - bias
         return base + (factors - 1) * bare + factors * delta  # exactly `base` as long as the adapters are new
@@ -212,6 +221,19 @@ class Adapter(nn.Module):
         return torch.cat([delta.unflatten(-1, (self._groups, -1)) for delta in deltas], dim=-1).flatten(-2)
 
 
+class WholeAdapter(Adapter):
+    """The adapters of a linear layer that every tensor-parallel rank has whole, and that keeps the tokens that it is given."""
+
+    def _across_ranks(self, inner: Tensor) -> Tensor:
+        return inner
+
+    def share_sequences(self) -> None:
+        """See `Adapter`: all of it sees a part."""
+        self.sequence_parallel = True
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
 class ExpertAdapter(Adapter):
     """The adapters of one linear layer of an expert.
 
@@ -250,13 +272,13 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
     _check_device(model, config, lora)
     model.requires_grad_(False)
     for layer in model.layers:
-        for path, linear in _linears(layer, config):
-            if not set(PROJECTIONS[path]) & set(lora.targets):
-                continue
-            linear.lora = _adapter(linear.weight.shape[1], path, config, lora, model.dtype)
+        for path, linear in _linears(layer, config, lora):
+            linear.lora = _adapter(shape_of(linear.weight)[1], path, config, lora, model.dtype)
             linear.register_forward_hook(_add_delta)
             if model.config.sequence_parallel and not isinstance(linear.lora, ExpertAdapter):
                 linear.lora.share_sequences()
+        if is_stacked(config):
+            _adapt_stacked(layer.mlp.experts, lora)
         if lora.dropout:
             _drop_inputs(layer, lora.dropout)
     adapters = AdapterMap(config, lora)
@@ -264,7 +286,16 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
     adapters.load_hf(model, FreshAdapters(adapters, seed))
     if lora.dora:
         for _, linear in _adapted(model):
-            linear.lora.start_lengths(linear.weight)
+            linear.lora.start_lengths(values_of(linear.weight))
+
+
+def _adapt_stacked(experts: StackedExperts, lora: LoraSpec) -> None:
+    """Put adapters on a layer's experts, if they are targets."""
+    tensors = dict(zip(STACKED, (experts.gate_up, experts.down), strict=True))
+    targets: tuple[str, ...] = lora.targets
+    parts = {name: StackedLowRank(tensor, lora.rank) for name, tensor in tensors.items() if name in targets}
+    if parts:
+        experts.lora = StackedAdapter(parts, lora.scale)
 
 
 def _check_device(model: MegatronModel, config: ModelConfig, lora: LoraSpec) -> None:
@@ -286,9 +317,10 @@ def _check_device(model: MegatronModel, config: ModelConfig, lora: LoraSpec) -> 
         )
 
 
-def _linears(layer: Any, config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """The linear layers of a transformer layer by their path in it; those of experts, one after the other, by that of a dense layer's."""
-    for path in PROJECTIONS:
+def _linears(layer: Any, config: ModelConfig, lora: LoraSpec) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a transformer layer that get adapters, by their path in it; those of experts, one after the other, by that of a
+    dense layer's."""
+    for path in linears_of(config, lora):
         if not of_experts(config, path):
             yield path, layer.get_submodule(path)
             continue
@@ -301,7 +333,7 @@ def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype:
     by_columns, in_expert = path in CUT_BY_COLUMNS, of_experts(config, path)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     ranks = parallel_state.get_expert_tensor_parallel_world_size() if in_expert else tp
-    cut = 1 if by_columns else ranks
+    cut = 1 if by_columns or path in WHOLE else ranks
     shapes = {name: config.projections[name] for name in PROJECTIONS[path] if name in config.projections}
     rows = {name: outputs // cut for name, (outputs, _) in shapes.items()}
     parts: dict[str, LowRank] = {
@@ -310,18 +342,21 @@ def _adapter(inputs: int, path: str, config: ModelConfig, lora: LoraSpec, dtype:
         if name in lora.targets
     }
     groups = config.kv_heads // tp if path == "self_attention.linear_qkv" else 0
-    kind = ExpertAdapter if in_expert else Adapter
+    kind = ExpertAdapter if in_expert else WholeAdapter if path in WHOLE else Adapter
     return kind(rows, parts, scale=lora.scale, groups=groups, by_columns=by_columns)
 
 
-def _add_delta(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None]) -> object:
-    """Forward hook: Megatron's linear layers give (output, bias left to the caller)."""
+def _add_delta(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None] | Tensor) -> object:
+    """Forward hook: Megatron's linear layers give (output, bias left to the caller), those that are whole on every rank the output alone."""
     adapter: Adapter = linear.lora
     if not adapter.enabled:
         return outputs
-    bias = None if linear.skip_bias_add else linear.bias
-    delta = adapter(inputs[0], outputs[0].shape[:-1])
-    return adapter.output(outputs[0], bias, delta, linear.weight), outputs[1]
+    if isinstance(outputs, Tensor):
+        return adapter.output(outputs, None, adapter(inputs[0], outputs.shape[:-1]), linear.weight)
+    out, left = outputs
+    inside = linear.bias is not None and linear.bias.numel() > 0 and left is None  # Transformer Engine's may be empty
+    bias = linear.bias if inside else None
+    return adapter.output(out, bias, adapter(inputs[0], out.shape[:-1]), linear.weight), left
 
 
 def _drop_inputs(layer: Any, share: float) -> None:
@@ -344,7 +379,9 @@ def _drop_inputs(layer: Any, share: float) -> None:
 @contextmanager
 def adapters_off(model: MegatronModel) -> Iterator[None]:
     """Inside the block the model computes without its adapters, virtual tokens or prefixes: it is the base that they started from."""
-    found = [module for module in model.modules() if isinstance(module, Adapter | VirtualIds)]
+    found = [
+        module for module in model.modules() if isinstance(module, Adapter | StackedAdapter | Bottleneck | VirtualIds)
+    ]
     for adapter in found:
         adapter.enabled = False
     try:
@@ -359,7 +396,7 @@ def lengths_held(model: MegatronModel) -> Iterator[None]:
     """Inside the block, in which no weight may change, DoRA's row lengths are computed once. Collective over tensor-parallel ranks."""
     found = [linear for _, linear in _adapted(model) if linear.lora.with_lengths]
     for linear in found:
-        linear.lora.held_lengths = linear.lora.row_lengths(linear.weight)
+        linear.lora.held_lengths = linear.lora.row_lengths(values_of(linear.weight))
     try:
         yield
     finally:
@@ -379,14 +416,20 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, model: MegatronModel) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if ADAPTER not in name}
-        self._adapters = {f"{name}.weight": linear.lora for name, linear in _adapted(model)}
+        self._merged: dict[str, Callable[[Tensor], Tensor]] = {
+            f"{name}.weight": linear.lora.merged for name, linear in _adapted(model)
+        }
+        for name, module in model.named_modules():
+            if isinstance(module, StackedExperts) and module.lora is not None:
+                for part, tensor in zip(("gate_up", "down"), STACKED, strict=True):
+                    self._merged[f"{name}.{part}"] = partial(module.lora.merged, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._parameters[name].detach()
-        if name not in self._adapters:
+        weight = plain(self._parameters[name]).detach()
+        if name not in self._merged:
             return weight
         with torch.no_grad():
-            return self._adapters[name].merged(weight).to(weight.dtype)
+            return self._merged[name](weight).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

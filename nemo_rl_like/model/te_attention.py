@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_rl_like.model import runtime
 from nemo_rl_like.model.attention import AttentionCall, AttentionLayout, rotate
 from nemo_rl_like.model.attention_layouts import CausalLayout, PackedLayout
+from nemo_rl_like.model.local_linears import Linears
 from nemo_rl_like.model.mcore import ModuleSpec, TransformerBlockSubmodules, TransformerConfig, parallel_state
 from nemo_rl_like.model.router import RowRouter
 
@@ -77,10 +78,16 @@ class TeLayoutAttention(TEDotProductAttention):
 
 
 def transformer_engine_layers(
-    qk_norm: bool, experts: Sequence[int | None], *, fuse_norms: bool
+    qk_norm: bool, experts: Sequence[int | None], *, fuse_norms: bool, made_of: Linears | None = None
 ) -> TransformerBlockSubmodules:
-    """A stage's layers, `experts` of each; see `transformer_engine_spec`."""
+    """A stage's layers, `experts` of each; see `transformer_engine_spec`. `made_of`: the products of dense layers, where Transformer Engine's
+    cannot be had."""
     specs = [transformer_engine_spec(qk_norm, count, fuse_norms=fuse_norms) for count in experts]
+    if made_of is not None:
+        for layer in (spec.submodules for spec in specs):
+            attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+            attention.linear_qkv, attention.linear_proj = made_of.column, made_of.row
+            mlp.linear_fc1, mlp.linear_fc2 = made_of.column, made_of.row
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 

@@ -28,11 +28,13 @@ VIRTUAL = "virtual_tokens."
 """In the name of the parameter that holds virtual tokens."""
 PREFIX = "prefix."
 """In the names of the parameters of a layer's prefix."""
+BOTTLENECK = "bottleneck."
+"""In the names of the parameters of a bottleneck adapter."""
 
 
 def beside(name: str) -> bool:
     """Whether a Megatron parameter stands beside the model: an adapter, virtual tokens or a prefix."""
-    return any(part in name for part in (ADAPTER, f".{VIRTUAL}", f".{PREFIX}"))
+    return any(part in name for part in (ADAPTER, f".{VIRTUAL}", f".{PREFIX}", f".{BOTTLENECK}"))
 
 
 @dataclass(frozen=True, slots=True)

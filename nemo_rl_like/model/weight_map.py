@@ -17,6 +17,7 @@ from nemo_rl_like.model.fp8_weights import fill, plain
 from nemo_rl_like.model.hf_config import QKV_PROJECTIONS, ModelConfig
 from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.nf4 import Nf4Weight
 from nemo_rl_like.model.weight_entries import EMBEDDING, HEAD, MCORE_HEAD, Entry, beside, entries_of
 from nemo_rl_like.model.weight_shards import (
     Gather,
@@ -116,8 +117,12 @@ class WeightMap:
         """
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name, tensor in self._local_tensors(model, reader):
-                fill(parameters[name], tensor)
+            for name, entry, wholes in self._local_wholes(model, reader):
+                parameter = parameters[name]
+                if isinstance(parameter, Nf4Weight):
+                    parameter.quantize(wholes, partial(self.local_part, entry))
+                else:
+                    fill(parameter, self.local_part(entry, wholes))
 
     def mark_shards(self, model: MegatronModel) -> None:
         """Tell Megatron which parameters are pieces of a tensor: the gradient norm counts those on every tensor-parallel rank,
@@ -156,7 +161,8 @@ class WeightMap:
 
     def scatter_hf(self, model: MegatronModel, reader: TensorReader) -> dict[str, Tensor]:
         """This rank's part of each of `reader`'s tensors (for example Adam moments), by parameter name; new tensors."""
-        return {name: tensor.clone() for name, tensor in self._local_tensors(model, reader)}
+        found = self._local_wholes(model, reader)
+        return {name: self.local_part(entry, wholes).clone() for name, entry, wholes in found}
 
     def iter_hf(
         self, model: MegatronModel, tensors: Mapping[str, Tensor] | None = None
@@ -192,12 +198,15 @@ class WeightMap:
                 if full is not None:
                     yield Packed(entry.hf, full, partial(self._split, entry))
 
-    def _local_tensors(self, model: MegatronModel, reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
+    def _local_wholes(
+        self, model: MegatronModel, reader: TensorReader
+    ) -> Iterator[tuple[str, Entry, Sequence[Tensor]]]:
+        """This rank's parameters by name, with what each is made of and those tensors."""
         self.check(reader)
         filled = set()
         for name, entry in self.local_entries(model):
             filled.add(name)
-            yield name, self.local_part(entry, [reader.get(source) for source in entry.hf])
+            yield name, entry, [reader.get(source) for source in entry.hf]
         left = sorted({name for name in _names_of(model) if self.owns(name)} - filled)
         if left and self._whole:
             raise ValueError(f"the weight map has no entry for Megatron's parameters {left}")

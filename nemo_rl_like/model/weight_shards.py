@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_like.model.fp8_weights import plain
 from nemo_rl_like.model.mcore import parallel_state
 from nemo_rl_like.model.weight_entries import Entry
 
@@ -17,7 +18,7 @@ class Gather:
     """Brings one tensor at a time to global rank 0, from the first ranks that hold it."""
 
     def __init__(self, source: Mapping[str, Tensor]) -> None:
-        first = next(iter(source.values()))  # one only: a mapping may gather each tensor when it is read
+        first = plain(next(iter(source.values())))  # one only: a mapping may gather each tensor when it is read
         self._dtype, self._device = first.dtype, first.device
         self._rank = dist.get_rank()
 

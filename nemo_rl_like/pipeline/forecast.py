@@ -10,9 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.model.activations import HeadShape, MicroBatchShape
+from nemo_rl_like.model.activations import HeadShape
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
-from nemo_rl_like.model.memory import ITEMSIZE, Memory, Training, parameter_buffers
+from nemo_rl_like.model.memory import ITEMSIZE, Memory, Training
+from nemo_rl_like.model.parameter_buffers import parameter_buffers
+from nemo_rl_like.model.pass_sizes import MicroBatchShape
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec, StageSpec, stage_name

@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_rl_like.algorithms.objectives import Outputs
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.bottleneck import add_bottlenecks
 from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head, token_scores
@@ -37,7 +38,7 @@ from nemo_rl_like.policy.share import from_last_stages
 from nemo_rl_like.policy.store import PolicyStore
 from nemo_rl_like.policy.walk import Walk, head_outputs
 from nemo_rl_like.spec.optimizer import OptimizerSpec
-from nemo_rl_like.spec.policy import LoraSpec, PolicySpec, PrefixTuningSpec, PromptTuningSpec
+from nemo_rl_like.spec.policy import AdapterSpec, BottleneckSpec, LoraSpec, PolicySpec, PromptTuningSpec
 from nemo_rl_like.tensors.packed import Packed
 
 
@@ -65,18 +66,26 @@ class MegatronBackend:
             request.dtype,
             weights=weights,
             fp8=policy.fp8,
-            adapters=isinstance(adapter, LoraSpec),
+            adapters=isinstance(adapter, LoraSpec | BottleneckSpec),
             recompute=policy.recompute,
+            base=adapter.base if isinstance(adapter, LoraSpec) else None,
         )
-        if request.adapter_seed is not None and isinstance(adapter, LoraSpec):
-            add_adapters(self.model, self._config, adapter, request.adapter_seed)
-        elif request.adapter_seed is not None and isinstance(adapter, PromptTuningSpec):
-            add_virtual_tokens(self.model, self._config, adapter, weights, request.adapter_seed)
-        elif request.adapter_seed is not None and isinstance(adapter, PrefixTuningSpec):
-            add_prefixes(self.model, self._config, adapter, request.adapter_seed)
+        if request.adapter_seed is not None and adapter is not None:
+            self._adapt(adapter, weights, request.adapter_seed)
         self.store = PolicyStore(self.model, self._config, request.folder, adapter, policy.fp8)
         self._trained: tuple[list[PolicyDdp], PolicyOptimizer] | None = None
         self._host = HostWeights(self.model) if request.on_host else None
+
+    def _adapt(self, adapter: LoraSpec | AdapterSpec, weights: TensorReader, seed: int) -> None:
+        """Freeze the model and put beside it what is trained in its place."""
+        if isinstance(adapter, LoraSpec):
+            add_adapters(self.model, self._config, adapter, seed)
+        elif isinstance(adapter, BottleneckSpec):
+            add_bottlenecks(self.model, self._config, adapter, seed)
+        elif isinstance(adapter, PromptTuningSpec):
+            add_virtual_tokens(self.model, self._config, adapter, weights, seed)
+        else:
+            add_prefixes(self.model, self._config, adapter, seed)
 
     def _weights(self, request: ModelRequest) -> TensorReader:
         """What the model starts from; with a new score head its shape is that of a model with one."""

@@ -15,22 +15,34 @@ from torch import Tensor
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.checkpoint.shards import section_writer
+from nemo_rl_like.model.bottleneck import BottleneckMap
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import MergedWeights
-from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts
+from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts, is_stacked
+from nemo_rl_like.model.lora_stacked import STACKED
 from nemo_rl_like.model.prefix import PrefixMap
 from nemo_rl_like.model.virtual_tokens import PromptMap
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.policy.fp8_state import load_scaling, scaling_shares, write_scaling
 from nemo_rl_like.policy.moments import GatheredState, put_state
 from nemo_rl_like.policy.optimizer import PolicyOptimizer
-from nemo_rl_like.spec.policy import AdapterSpec, Fp8Spec, LoraSpec, PrefixTuningSpec, PromptTuningSpec
+from nemo_rl_like.spec.policy import (
+    AdapterSpec,
+    BottleneckSpec,
+    Fp8Spec,
+    LoraSpec,
+    PrefixTuningSpec,
+    PromptTuningSpec,
+    VirtualTokensSpec,
+)
 from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
 ADAPTER_CONFIG = "adapter_config.json"
+_KIND = "adapter_kind"
+"""In the description of what PEFT has not."""
 OPTIMIZER = "optimizer.json"
 """Beside the optimizer's state: its kind, as the spec names it."""
 
@@ -167,33 +179,51 @@ def trained_map(config: ModelConfig, adapter: LoraSpec | AdapterSpec | None) -> 
         return WeightMap(config).trained
     if isinstance(adapter, LoraSpec):
         return AdapterMap(config, adapter)
+    if isinstance(adapter, BottleneckSpec):
+        return BottleneckMap(config, adapter)
     return PrefixMap(config, adapter) if isinstance(adapter, PrefixTuningSpec) else PromptMap(config, adapter)
 
 
 def write_adapter_config(file: Path, adapter: LoraSpec | AdapterSpec, config: ModelConfig, base: Path) -> None:
-    """PEFT's description of what stands beside it."""
-    kind = _lora_config(adapter, config) if isinstance(adapter, LoraSpec) else _virtual_config(adapter, config)
-    common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True}
+    """The description of what stands beside it: PEFT's, or of bottleneck adapters, which PEFT has not, ours."""
+    common: dict[str, object] = {"base_model_name_or_path": str(base)}
+    if isinstance(adapter, BottleneckSpec):
+        kind = _bottleneck_config(adapter, config)
+    else:
+        kind = _lora_config(adapter, config) if isinstance(adapter, LoraSpec) else _virtual_config(adapter, config)
+        common |= {"task_type": "CAUSAL_LM", "inference_mode": True}
     file.write_text(json.dumps({**kind, **common}, indent=1) + "\n", encoding="utf-8")
+
+
+def _bottleneck_config(adapter: BottleneckSpec, config: ModelConfig) -> dict[str, object]:
+    return {
+        _KIND: adapter.kind,
+        "placement": adapter.placement,
+        "width": adapter.width_in(config.hidden_size),
+        "activation": adapter.activation,
+        "scale": adapter.scale,
+    }
 
 
 def _lora_config(lora: LoraSpec, config: ModelConfig) -> dict[str, object]:
     """PEFT puts an expert's gate and up together in one of twice the rank and alpha, which `use_rslora` would scale by another factor: the
-    factor is then said without it."""
-    plain = bool(in_experts(config, lora))
+    factor is then said without it. Experts that lie in one tensor of each kind are parameters to it."""
+    stacked = [name for name in lora.targets if is_stacked(config) and name in STACKED]
+    plain = bool(in_experts(config, lora)) and not stacked
     return {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank if plain else lora.alpha,
         "use_rslora": lora.rslora and not plain,
         "use_dora": lora.dora,
-        "target_modules": [hf_projection(config, name) for name in lora.targets],
+        "target_modules": [hf_projection(config, name) for name in lora.targets if name not in stacked],
+        **({"target_parameters": [f"mlp.experts.{name}" for name in stacked]} if stacked else {}),
         "lora_dropout": lora.dropout,
         "bias": "none",
     }
 
 
-def _virtual_config(adapter: AdapterSpec, config: ModelConfig) -> dict[str, object]:
+def _virtual_config(adapter: VirtualTokensSpec, config: ModelConfig) -> dict[str, object]:
     """PEFT's shape of what stands before each row: embeddings, or keys and values of each layer's key/value heads."""
     common = {
         "num_virtual_tokens": adapter.tokens,
@@ -207,10 +237,15 @@ def _virtual_config(adapter: AdapterSpec, config: ModelConfig) -> dict[str, obje
     return {"peft_type": "PREFIX_TUNING", "prefix_projection": False, **common, **shape}
 
 
-def has_virtual_tokens(checkpoint: Path) -> bool:
-    """Whether the checkpoint's weights are not all of its model."""
+def kept_beside(checkpoint: Path) -> str | None:
+    """What the checkpoint's model has beside its weights and no weights can hold; None: they are all of it."""
     file = checkpoint / ADAPTER / ADAPTER_CONFIG
-    return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["peft_type"] != "LORA"
+    if not file.is_file():
+        return None
+    said = json.loads(file.read_text(encoding="utf-8"))
+    if said.get(_KIND) == BottleneckSpec().kind:
+        return BottleneckSpec.noun
+    return None if said["peft_type"] == "LORA" else PrefixTuningSpec.noun
 
 
 def _say_score_head(file: Path, config: ModelConfig) -> None:

@@ -190,21 +190,21 @@ class ExperimentSpec(Spec):
             if problem is not None:
                 raise ValueError(f"`{name}` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
         if self.policy.adapter is not None:
-            self._check_virtual_tokens()
+            self._check_no_weights_are_needed(self.policy.adapter.noun)
         return self
 
-    def _check_virtual_tokens(self) -> None:
-        """What follows the training of virtual tokens must sample with them, or export them."""
+    def _check_no_weights_are_needed(self, noun: str) -> None:
+        """What follows the training of something that no weights hold must sample with it, or export it."""
         if self.engine.kind == "vllm":
             raise ValueError(
-                "`engine.kind` is vllm, which has no virtual tokens, and `policy.adapter` trains some; use `embedded`"
+                f"`engine.kind` is vllm, which has no {noun}, and `policy.adapter` trains some; use `embedded`"
             )
         trained = False
         for stage in self._plain_stages:
             exports = isinstance(stage, ExportStageSpec) and stage.adapter
             if trained and not (exports or isinstance(stage, EvaluateStageSpec | SampleStageSpec)):
                 raise ValueError(
-                    f"stage {stage_name(stage)!r} follows the training of virtual tokens (`policy.adapter`), which no weights hold; only "
+                    f"stage {stage_name(stage)!r} follows the training of {noun} (`policy.adapter`), which no weights hold; only "
                     "`evaluate`, `sample`, and `export` with `adapter: true` may"
                 )
             trained = trained or isinstance(stage, TRAINING_STAGES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -172,7 +172,19 @@ class OffloadSpec(Spec):
     """Reference, teacher and reward models lie in host memory but for their passes."""
 
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Plain = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+Stacked = Literal["gate_up_proj"]
+Projection = Plain | Latent | Stacked
+
+
+class Nf4Spec(Spec):
+    """Frozen matrices in 4 bits, in blocks of 64 inputs that share a scale (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
+
+    kind: Literal["nf4"] = "nf4"
+    """4-bit NormalFloat."""
+    double: bool = True
+    """Hold the scales in 8 bits, so that a value takes 4.13 bits; false: in float32, 4.5 bits."""
 
 
 class LoraSpec(Spec):
@@ -188,8 +200,11 @@ class LoraSpec(Spec):
     """Learn the length of each row of the adapted weights apart from its direction (DoRA, Liu et al. 2024, arXiv 2402.09353)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of A's inputs that are 0 in an update, drawn anew for each one; the others are divided by 1 - this."""
-    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
-    """Projections that have an adapter, in every layer."""
+    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Plain)
+    """Projections that have an adapter, in every layer; `q_a_proj` to `kv_b_proj` are those of latent attention (DeepSeek-V2 and
+    V3), `gate_up_proj` and `down_proj` those of experts that lie in one tensor (GPT-OSS)."""
+    base: Nf4Spec | None = None
+    """How the matrices of the frozen model's layers are held; default: in the model's type."""
 
     @model_validator(mode="after")
     def _dropout_leaves_the_base_alone(self) -> LoraSpec:
@@ -208,6 +223,8 @@ class LoraSpec(Spec):
 class PromptTuningSpec(Spec):
     """Virtual tokens before each row, whose embeddings alone are trained (Lester et al. 2021, arXiv 2104.08691)."""
 
+    noun: ClassVar[str] = "virtual tokens"
+    """What it is called in messages."""
     kind: Literal["prompt_tuning"] = "prompt_tuning"
     """What is trained in the model's place."""
     tokens: PositiveInt = 16
@@ -217,13 +234,51 @@ class PromptTuningSpec(Spec):
 class PrefixTuningSpec(Spec):
     """Keys and values before each row, learned for every layer (Li and Liang 2021, arXiv 2101.00190)."""
 
+    noun: ClassVar[str] = "virtual tokens"
+    """What it is called in messages."""
     kind: Literal["prefix_tuning"] = "prefix_tuning"
     """What is trained in the model's place."""
     tokens: PositiveInt = 16
     """Keys and values of a layer and head; they take as many places of the context."""
 
 
-AdapterSpec = Annotated[PromptTuningSpec | PrefixTuningSpec, Field(discriminator="kind")]
+BottleneckActivation = Literal["relu", "gelu", "silu", "tanh"]
+
+
+class BottleneckSpec(Spec):
+    """A narrow feed-forward layer of every layer, which alone is trained: A(x) = scale (W_up f(W_down x + b_down) + b_up)."""
+
+    noun: ClassVar[str] = "bottleneck adapters"
+    """What they are called in messages."""
+    kind: Literal["bottleneck"] = "bottleneck"
+    """What is trained in the model's place."""
+    placement: Literal["houlsby", "pfeiffer", "parallel"] = "houlsby"
+    """`houlsby`: one behind attention and one behind the feed-forward layer, each with a residual of its own (Houlsby et al. 2019, arXiv
+    1902.00751); `pfeiffer`: behind the feed-forward layer alone (Pfeiffer et al. 2021, arXiv 2005.00247); `parallel`: beside it, reading what it
+    reads (He et al. 2022, arXiv 2110.04366)."""
+    reduction: PositiveInt = 16
+    """The adapter is hidden_size / reduction wide."""
+    width: PositiveInt | None = None
+    """Its width in channels, in the place of `reduction`; default: that."""
+    activation: BottleneckActivation = "relu"
+    """f, between its two matrices."""
+    scale: PositiveFloat = 1.0
+    """Factor of what it adds; He et al. used 4 with `parallel`."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> BottleneckSpec:
+        if self.width is not None and "reduction" in self.model_fields_set:
+            raise ValueError("`reduction` and `width` both give the adapter's size; leave one of them out")
+        return self
+
+    def width_in(self, hidden: int) -> int:
+        """Its width, in channels, in a model so wide."""
+        return hidden // self.reduction if self.width is None else self.width
+
+
+VirtualTokensSpec = PromptTuningSpec | PrefixTuningSpec
+"""What stands before each row."""
+AdapterSpec = Annotated[VirtualTokensSpec | BottleneckSpec, Field(discriminator="kind")]
 
 
 class PolicySpec(Spec):
@@ -260,7 +315,7 @@ class PolicySpec(Spec):
             return self
         if self.lora is not None:
             raise ValueError("`lora` and `adapter` are both given; leave one of them out")
-        if self.router.replay != "none":
+        if isinstance(self.adapter, VirtualTokensSpec) and self.router.replay != "none":
             raise ValueError(
                 "`router.replay` keeps the experts of a row's own tokens, and `adapter` puts virtual ones before them; leave one of them out"
             )
@@ -271,6 +326,14 @@ class PolicySpec(Spec):
         if isinstance(self.adapter, PromptTuningSpec) and self.layout.pp > 1:
             raise ValueError(
                 f"`layout.pp` is {self.layout.pp}, but with `adapter: prompt_tuning` only the first stage has something to train; set it to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_narrow_type(self) -> PolicySpec:
+        if self.lora is not None and self.lora.base is not None and self.fp8 is not None:
+            raise ValueError(
+                "`fp8` computes products in FP8, and `lora.base` holds their matrices in NF4 for products in the model's type; leave one of them out"
             )
         return self
 
@@ -291,4 +354,4 @@ class PolicySpec(Spec):
     @property
     def virtual_tokens(self) -> int:
         """Places of the context that are taken before each row."""
-        return 0 if self.adapter is None else self.adapter.tokens
+        return self.adapter.tokens if isinstance(self.adapter, VirtualTokensSpec) else 0

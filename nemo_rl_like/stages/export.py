@@ -1,4 +1,4 @@
-"""The `export` stage: a checkpoint as a Hugging Face folder that plain transformers loads, or its adapters as PEFT's."""
+"""The `export` stage: a checkpoint as a Hugging Face folder that plain transformers loads, or its adapters alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, ServingBundle
 from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.checkpoint.shards import disk_full_named
+from nemo_rl_like.model import lora_stacked, prefix
 from nemo_rl_like.model.hf_copy import copy_weights
 from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer
-from nemo_rl_like.model.prefix import as_peft
 from nemo_rl_like.model.virtual_tokens import PROMPT
 from nemo_rl_like.model.weight_entries import PREFIX
 from nemo_rl_like.policy.store import copy_side_files
@@ -74,7 +74,7 @@ def write_export(source: Path, target: Path, shard_gib: float) -> None:
 
 
 def write_adapter(checkpoint: Path, target: Path) -> None:
-    """Write the checkpoint's adapters to `target` as PEFT does, with the tokenizer beside them.
+    """Write the checkpoint's adapters to `target` as PEFT does, with the tokenizer beside them; bottleneck adapters by names of their own.
 
     Raises InputError if it has none, and as `write_export`.
     """
@@ -109,8 +109,10 @@ def _whole(target: Path) -> Iterator[Path]:
 
 
 def _as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """PEFT has the prefixes of all layers in one tensor; all else as it is."""
-    return {PROMPT: as_peft(tensors)} if any(name.startswith(PREFIX) for name in tensors) else tensors
+    """PEFT has the prefixes of all layers in one tensor, and adapters of stacked experts as matrices; all else as it is."""
+    if any(name.startswith(PREFIX) for name in tensors):
+        return {PROMPT: prefix.as_peft(tensors)}
+    return lora_stacked.as_peft(tensors)
 
 
 def _tensors(reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from nemo_rl_like.cluster.devices import require_devices, visible_devices
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
+from nemo_rl_like.model.bottleneck import check_bottleneck
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.lora_map import check_targets
@@ -32,7 +33,7 @@ from nemo_rl_like.spec.backend import EMBEDDED
 from nemo_rl_like.spec.distill import DistillStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
 from nemo_rl_like.spec.model import LongRope
-from nemo_rl_like.spec.policy import PrefixTuningSpec, PromptTuningSpec, RouterSpec
+from nemo_rl_like.spec.policy import BottleneckSpec, PrefixTuningSpec, PromptTuningSpec, RouterSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
@@ -105,6 +106,8 @@ def _check_shape(spec: ExperimentSpec) -> None:
         check_prompt(config, spec.policy.adapter)
     if isinstance(spec.policy.adapter, PrefixTuningSpec):
         check_prefix(config, spec.policy.adapter)
+    if isinstance(spec.policy.adapter, BottleneckSpec):
+        check_bottleneck(config, spec.policy.adapter)
 
 
 def _check_weights(spec: ExperimentSpec, folder: Path) -> None:

@@ -16,7 +16,7 @@ from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SINGLE
 from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.policy.client import Policy
-from nemo_rl_like.policy.store import copy_side_files, has_virtual_tokens
+from nemo_rl_like.policy.store import copy_side_files, kept_beside
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.tensors.shards import INDEX
 
@@ -33,8 +33,8 @@ class StartModel:
     initialize: int | None
     """Seed of a model from scratch; None: the folder has weights."""
     config: Outline
-    virtual_tokens: Path | None = None
-    """Checkpoint that holds what stands before its rows; None: nothing does."""
+    beside: Path | None = None
+    """Checkpoint that holds what no weights can; None: they are the whole model."""
 
     @property
     def identity(self) -> ModelIdentity:
@@ -45,11 +45,12 @@ class StartModel:
 
 
 def weights_of(checkpoint: Artifact) -> Path:
-    """The Hugging Face folder inside a checkpoint. Raises InputError if its model has virtual tokens, which no weights hold."""
-    if has_virtual_tokens(checkpoint.path):
+    """The Hugging Face folder inside a checkpoint. Raises InputError if its model has something that no weights hold."""
+    found = kept_beside(checkpoint.path)
+    if found is not None:
         raise InputError(
-            f"{checkpoint.path} has virtual tokens (`policy.adapter`), and no weights compute as the model with them does; export it with "
-            "`adapter: true` (`nrl export --adapter`) and load it with PEFT"
+            f"{checkpoint.path} has {found} (`policy.adapter`), and no weights compute as the model with them does; export it with "
+            "`adapter: true` (`nrl export --adapter`)"
         )
     return checkpoint.path / WEIGHTS
 
@@ -60,8 +61,8 @@ def start_model(spec: ExperimentSpec, folder: Path, checkpoint: Artifact | None)
     Raises InputError, SpecError.
     """
     if checkpoint is not None:
-        if has_virtual_tokens(checkpoint.path):
-            return replace(_found(checkpoint.path / WEIGHTS), virtual_tokens=checkpoint.path)
+        if kept_beside(checkpoint.path) is not None:
+            return replace(_found(checkpoint.path / WEIGHTS), beside=checkpoint.path)
         return _found(weights_of(checkpoint))
     model = spec.model
     if model.init is not None:
@@ -78,11 +79,11 @@ def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -
 
 
 def sampled_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
-    """The model on ranks of its own to sample from, with its virtual tokens."""
-    seed = None if model.virtual_tokens is None else spec.seed
+    """The model on ranks of its own to sample from, with what it has beside its weights."""
+    seed = None if model.beside is None else spec.seed
     policy = Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize, adapter_seed=seed)
-    if model.virtual_tokens is not None:
-        policy.load(model.virtual_tokens)
+    if model.beside is not None:
+        policy.load(model.beside)
     return policy
 
 

@@ -320,10 +320,14 @@ def test_what_a_family_cannot_be_is_refused_by_name(
 
 def test_what_latent_attention_and_sinks_lack_is_refused_by_name() -> None:
     shape = ModelConfig.from_hf_dict(DEEPSEEK_V3.to_dict())
-    with pytest.raises(InputError, match=r"policy.lora is given, but a deepseek_v3 model has latent attention"):
+    with pytest.raises(InputError) as caught:
         check_targets(shape, LoraSpec())
-    with pytest.raises(InputError, match=r"policy.lora is given, but the projections of a gpt_oss model have biases"):
+    assert "q_proj, k_proj, v_proj, which are not in a deepseek_v3 model and gate_proj" in str(caught.value)
+    assert "use targets: [q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj]" in str(caught.value)
+    with pytest.raises(InputError, match=r"gate_proj, up_proj, which are parts of one tensor in .* gate_up_proj\]"):
         check_targets(ModelConfig.from_hf_dict(GPT_OSS.to_dict()), LoraSpec())
+    with pytest.raises(InputError, match=r"policy.lora.dora is true, which PEFT has not for experts"):
+        check_targets(ModelConfig.from_hf_dict(GPT_OSS.to_dict()), LoraSpec(dora=True, targets=("gate_up_proj",)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from nemo_rl_like.algorithms.objectives import CrossEntropy
 from nemo_rl_like.checkpoint.layout import ADAPTER
@@ -20,6 +20,7 @@ from nemo_rl_like.policy.rank import PolicyRank, Walk
 from nemo_rl_like.spec.optimizer import AdamWOptimizer
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec
 from nemo_rl_like.tokens.batch import TokenBatch
+from tests.model import tiny
 from tests.policy.ranks import context_of, run_ranks, save_checkpoint, state_of
 from tests.policy.test_laws import BETA1, make_batch, make_folder
 
@@ -48,28 +49,58 @@ class Folders:
 
 
 def peft_of(folders: Folders, dtype: torch.dtype = torch.float64) -> PeftModel:
-    base = LlamaForCausalLM.from_pretrained(folders.base, dtype=torch.float32)
-    return PeftModel.from_pretrained(base, folders.peft, is_trainable=True).to(dtype)
+    base = tiny.hugging_face(folders.base, torch.float32).eval()
+    return PeftModel.from_pretrained(base, folders.peft, is_trainable=True).to(dtype).eval()
+
+
+def on_disk(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Its weights under the names of files."""
+    tied = model.config.tie_word_embeddings
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    return tiny.as_on_disk(weights, model.config.model_type)
 
 
 def make(root: Path, lora: LoraSpec) -> Folders:
-    """Random adapters, B among them, written by PEFT."""
-    base = make_folder(root / "base")
+    """A base, and `make_adapters` of it."""
+    return make_adapters(root, make_folder(root / "base"), lora)
+
+
+def make_adapters(
+    root: Path, base: Path, lora: LoraSpec, std: float = 0.2, parameters: list[str] | None = None
+) -> Folders:
+    """Random adapters, B among them, written by PEFT; `parameters`, with `.experts.`, are targets in the place of projections' names."""
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, use_dora=lora.dora, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, use_dora=lora.dora, target_modules=[x for x in lora.targets if not any(y.endswith(x) for y in parameters or ())],
+        target_parameters=parameters, task_type="CAUSAL_LM",
     )  # fmt: skip
-    model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    model = get_peft_model(tiny.hugging_face(base, torch.float32), config)
     torch.manual_seed(4)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            drawn = torch.empty_like(parameter).normal_(std=0.2)
+            drawn = torch.empty_like(parameter).normal_(std=std)
             parameter.data = parameter + drawn if "magnitude" in name else drawn
     model.save_pretrained(root / "peft")
     (root / "checkpoint" / ADAPTER).mkdir(parents=True)
-    save_file(
-        load_file(root / "peft" / "adapter_model.safetensors"), root / "checkpoint" / ADAPTER / "model.safetensors"
-    )
+    written = as_ours(load_file(root / "peft" / "adapter_model.safetensors"), model.config.hidden_size)
+    save_file(written, root / "checkpoint" / ADAPTER / "model.safetensors")
     return Folders(base, root / "peft", root / "checkpoint")
+
+
+def as_ours(tensors: dict[str, torch.Tensor], hidden: int) -> dict[str, torch.Tensor]:
+    """Adapters of stacked experts, four of them, by expert under the name of their tensor, which is told by what they read."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".mlp.experts." not in name:
+            found[name] = tensor
+            continue
+        block, part = name.replace(".base_layer", "").split(".lora_")
+        inputs = tensors[name.replace(".lora_B.", ".lora_A.")].shape[1]
+        target = "gate_up_proj" if inputs == hidden else "down_proj"
+        by_expert = (
+            tensor.unflatten(0, (4, -1)) if part.startswith("A") else tensor.unflatten(1, (-1, 4)).permute(2, 0, 1)
+        )
+        found[f"{block}.{target}.lora_{part}"] = by_expert.contiguous()
+    return found
 
 
 @pytest.fixture(
@@ -128,6 +159,11 @@ def steps(rank: int, world: int, port: int, folders: Folders, policies: list[Pol
     return out  # fmt: skip
 
 
+def each(rank: int, world: int, port: int, cases: list[tuple[Folders, list[PolicySpec]]]) -> list[list[dict[str, Any]]]:
+    """What `steps` finds with each case's policies."""
+    return [steps(rank, world, port, folders, policies) for folders, policies in cases]
+
+
 def by_peft(model: torch.nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """Log-probs [N], loss, and gradients by name, row by row."""
     flat = torch.zeros(batch.tokens.numel(), dtype=torch.float64)
@@ -154,19 +190,19 @@ def check(made: list[dict[str, Any]], case: tuple[Folders, LoraSpec]) -> None:
     folders, lora = case
     batch = make_batch()
     flat, loss, gradients = by_peft(peft_of(folders), batch)
-    base = LlamaForCausalLM.from_pretrained(folders.base, dtype=torch.float32)
-    merged = peft_of(folders, torch.float32).merge_and_unload()
-    names = {name for name in base.state_dict() if name != "lm_head.weight"}
+    model = tiny.hugging_face(folders.base, torch.float32)
+    gradients, base = as_ours(gradients, model.config.hidden_size), on_disk(model)
+    merged = on_disk(peft_of(folders, torch.float32).merge_and_unload())
     norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
     for got in made:
         assert torch.equal(got["start"], got["base"]) and torch.equal(got["base again"], got["base"])
-        assert all(torch.equal(got["start merged"][name], base.state_dict()[name]) for name in names)
+        assert largest(got["start merged"], base) == 0
         assert largest(got["drawn"], made[0]["drawn"]) == 0
         assert float((got["log-probs"] - flat).abs().max()) <= 1e-5
         assert got["metrics"]["loss"] == pytest.approx(loss, abs=1e-5)
         assert got["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert largest(got["gradients"], gradients) <= 1e-5
-        assert largest(got["merged"], {name: merged.state_dict()[name] for name in names}) <= 1e-6
+        assert largest(got["merged"], merged) <= 1e-6
         assert got["again"][0] == got["again"][1]
         assert float((got["after"] - made[0]["after"]).abs().max()) <= 1e-4
         description = json.loads((got["folder"] / ADAPTER / "adapter_config.json").read_text())

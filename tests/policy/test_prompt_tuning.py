@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.model.virtual_tokens import PROMPT
-from nemo_rl_like.policy.store import has_virtual_tokens
+from nemo_rl_like.policy.store import kept_beside
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, PromptTuningSpec, RecomputeSpec
 from nemo_rl_like.stages.export import write_adapter
 from tests.policy.ranks import run_ranks
@@ -86,7 +86,7 @@ def check(made: list[dict[str, Any]], folders: Folders) -> None:
 def test_virtual_tokens_are_pefts_for_any_rows(folders: Folders, found: Found, tmp_path: Path) -> None:
     check(found[0], folders)
     checkpoint = found[0][0]["folder"]
-    assert has_virtual_tokens(checkpoint)
+    assert kept_beside(checkpoint) == "virtual tokens"
     write_adapter(checkpoint, tmp_path / "peft")
     trained = Shifted(Folders(folders.base, tmp_path / "peft", checkpoint)).model.prompt_encoder["default"].embedding
     assert torch.equal(trained.weight.float(), load_file(tmp_path / "peft" / "adapter_model.safetensors")[PROMPT])

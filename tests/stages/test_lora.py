@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -101,6 +101,29 @@ def test_vllm_gets_the_merged_model(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert finish([*arguments_of(tmp_path / "run"), engine], log, 600) == 0, log.read_text()
     assert all(line["gap/p99"] < 1e-3 for line in metric_lines(tmp_path / "run" / "rl"))
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_base_in_four_bits_is_trained_and_survives_a_kill(engine: str, tmp_path: Path) -> None:
+    """The engine samples from the quantised base with its adapters, and RL begins at its reference."""
+    whole, cut, log = tmp_path / "whole", tmp_path / "cut", tmp_path / "log"
+    lora = "policy.lora={rank: 4, targets: [q_proj, v_proj, down_proj], base: {kind: nf4}}"
+    chosen = [] if engine == "embedded" else ["engine={kind: vllm, kv_cache_gib: 0.05, threads: 1, max_context: 32}"]
+    given = [[*arguments_of(output)[:3], lora, *chosen] for output in (whole, cut)]
+    torch.manual_seed(0)
+    shape = AutoConfig.from_pretrained(tmp_path / "model")
+    shape.update({"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1})
+    LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
+    assert finish(given[0], log, 600) == 0, log.read_text()
+    lines = metric_lines(whole / "rl")
+    assert lines[0]["kl"] == 0.0 < lines[-1]["kl"] and all(line["gap/p99"] < 1e-3 for line in lines)
+    if engine == "embedded":
+        assert finish(given[1], log, 600, fault="optimizer.mid:4") != 0
+        assert finish(["resume", str(cut)], log, 600) == 0, log.read_text()
+        assert metric_lines(cut / "rl") == metric_lines(whole / "rl")
 
 
 SERVED = """

@@ -74,8 +74,9 @@ def test_virtual_tokens_are_trained_exported_and_survive_a_kill(kind: str, tmp_p
     ],
 )  # fmt: skip
 def test_what_needs_weights_that_hold_them_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        experiment({"policy": {"adapter": {"kind": "prefix_tuning"}}, **changes})
+    for kind, noun in (("prefix_tuning", "virtual tokens"), ("bottleneck", "bottleneck adapters")):
+        with pytest.raises(ValidationError, match=words.replace("virtual tokens", noun)):
+            experiment({"policy": {"adapter": {"kind": kind}}, **changes})
 
 
 PROMPT = {"kind": "prompt_tuning"}
@@ -91,6 +92,7 @@ PROMPT = {"kind": "prompt_tuning"}
             {"adapter": PROMPT, "router": {"replay": "first_pass"}},
             "`router.replay` keeps the experts of a row's own tokens",
         ),
+        ({"adapter": {"kind": "bottleneck"}, "router": {"bias_update_rate": 0.1}}, "which `adapter` leaves as it is"),
         (
             {"adapter": {"kind": "prefix_tuning"}, "router": {"z_loss": 0.1}},
             "`router` has losses, but routers see virtual tokens",
