@@ -130,6 +130,11 @@ class WorkerGroup:
         """Number of ranks."""
         return len(self._client.workers)
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """IP address of each rank's host."""
+        return tuple(worker.info.address for worker in self._client.workers)
+
     def shutdown(self) -> None:
         """Let the services close (for at most 20 s), then end the workers. Safe to call twice."""
         if not self._open:

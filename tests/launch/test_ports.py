@@ -29,7 +29,9 @@ def test_blocks_are_disjoint_and_inside_the_range(first: int, size: int, per_nod
 
 def test_no_port_of_a_block_is_named_twice() -> None:
     block = Block(12000, 12399)
-    named = [flag.split("=")[1] for flag in block.flags(head=True)] + list(block.variables().values()) + [str(block.first)]
+    named = (
+        [flag.split("=")[1] for flag in block.flags(head=True)] + list(block.variables().values()) + [str(block.first)]
+    )
     assert len(set(named)) == len(named)
     assert all(block.first <= int(port) <= block.last for port in named)
 

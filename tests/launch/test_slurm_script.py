@@ -22,7 +22,22 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec
 
 ROOT = Path(__file__).parents[2]
-HOSTILE = ['"', "'", "`", "$(touch x)", "; touch x", "\n#SBATCH --uid=0", "\\", " --wrap=x", "#", "%j", "${HOME}", "|", "&", "é"]
+HOSTILE = [
+    '"',
+    "'",
+    "`",
+    "$(touch x)",
+    "; touch x",
+    "\n#SBATCH --uid=0",
+    "\\",
+    " --wrap=x",
+    "#",
+    "%j",
+    "${HOME}",
+    "|",
+    "&",
+    "é",
+]
 VALUES: dict[str, Any] = {
     "output": "/shared/run",
     "name": "exp",
@@ -146,7 +161,10 @@ def test_the_reference_script_is_what_its_spec_renders_to() -> None:
 def test_an_array_has_one_spec_and_one_output_a_seed() -> None:
     job = _job(Request(job_of().spec, "slurm", Path("/home/me"), (3, 7)), Path("/shared/run.jobs/0001"))
     assert "#SBATCH --array=3,7\n" in rendered(job)
-    assert [f"output: /shared/run-seed{seed}\n" in text and f"seed: {seed}\n" in text for seed, text in zip((3, 7), _specs(job).values(), strict=True)] == [True, True]
+    assert [
+        f"output: /shared/run-seed{seed}\n" in text and f"seed: {seed}\n" in text
+        for seed, text in zip((3, 7), _specs(job).values(), strict=True)
+    ] == [True, True]
     assert list(_specs(job)) == ["seed-3.yaml", "seed-7.yaml"]
 
 
