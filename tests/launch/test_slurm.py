@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nemo_rl_like.launch.node.hostlist import expand
@@ -23,9 +24,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def log_of(output: Path, number: int = 1) -> str:
+def log_of(output: Path, number: int = 1, characters: int = 4000) -> str:
     path = Path(f"{output}.jobs") / f"{number:04d}" / "log.txt"
-    return path.read_text()[-4000:] if path.is_file() else "no log"
+    return path.read_text()[-characters:] if path.is_file() else "no log"
 
 
 def submit(slurm: Cluster, spec: Path, *further: str) -> str:
@@ -100,3 +101,96 @@ def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm
     assert "done (COMPLETED, exit code 0:0)" in told and "rl: done" in told
     assert "resume" in "".join(nrl("logs", str(output), environ=slurm.environ).stdout)
     assert subprocess.run(["pgrep", "-f", str(token.parent)], capture_output=True).returncode == 1, "nothing is left"
+
+
+def test_a_job_whose_spec_is_wrong_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
+    spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, addresses={})
+    (tmp_path / "prompts.jsonl").unlink()
+    done = nrl("submit", str(spec), "--to", "slurm", "--wait", environ=slurm.environ)
+    assert done.returncode == 2 and "failed (FAILED, NonZeroExitCode, exit code 2:0)" in done.stdout, (
+        done.stdout + log_of(tmp_path / "run")
+    )
+    assert not (tmp_path / "run.jobs" / "0001" / "failures").exists()
+
+
+@pytest.mark.slow
+def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cluster, tmp_path: Path) -> None:
+    """SIGKILL on rank 1's host: rank 0 says who is gone, the job fails, is requeued, and equals a run that never failed."""
+    output = tmp_path / "run"
+    job = submit(slurm, write_job(tmp_path, output, steps=6, addresses=ADDRESSES))
+    wait_until(lambda: steps_done(output) >= 3, lambda: log_of(output))
+    kill_host("node2")
+    wait_until(lambda: slurm.job(job).get("Restarts") == "1", lambda: log_of(output))
+    assert "rank 1 (node2) was lost" in log_of(output, characters=20000)
+    assert steps_done(output) < 6, "it must fail in the middle, or this test shows nothing"
+    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+    assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", log_of(output)
+    assert (tmp_path / "run.jobs" / "0001" / "failures").read_text() == "x"
+    assert outcome(output) == outcome(never_stopped(tmp_path, 6))
+
+
+@pytest.mark.slow
+def test_a_running_job_that_is_cancelled_saves_and_stays_ended_until_it_is_submitted_again(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    spec = write_job(tmp_path, output, nodes=1, ranks=1, steps=6, addresses={})
+    job = submit(slurm, spec)
+    wait_until(lambda: steps_done(output) >= 2, lambda: log_of(output))
+    assert nrl("cancel", str(output), environ=slurm.environ).returncode == 0
+    slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
+    told = nrl("status", str(output), environ=slurm.environ).stdout
+    assert "cancelled" in told and "exit code 75:0" in told and "rl: stopped" in told, told
+    assert slurm.job(job)["Restarts"] == "0"
+    again = nrl("resubmit", str(output), "--wait", environ=slurm.environ)
+    assert again.returncode == 0 and "run.jobs/0002: done" in again.stdout, again.stdout + again.stderr
+    assert steps_done(output) == 6
+
+
+@pytest.mark.slow
+def test_an_array_runs_each_seed_in_its_own_folder(slurm: Cluster, tmp_path: Path) -> None:
+    spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, steps=2, addresses={})
+    done = nrl("submit", str(spec), "--to", "slurm", "--seeds", "3,8", "--wait", environ=slurm.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {seed: outcome(tmp_path / f"run-seed{seed}") for seed in (3, 8)}
+    assert found[3].weights != found[8].weights, "another seed, another run"
+    alone = write_job(tmp_path, tmp_path / "alone", nodes=1, ranks=1, steps=2, addresses={})
+    assert finish(["run", str(alone), "seed=8"], tmp_path / "alone.log") == 0
+    assert found[8] == outcome(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster, tmp_path: Path) -> None:
+    """The second job finds the first stage done; a chain whose first job fails never starts its second."""
+    spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, steps=2, addresses={})
+    spec.write_text(spec.read_text() + "  - {kind: evaluate}\n")
+    done = nrl("submit", str(spec), "--to", "slurm", "--stages-as-jobs", "--wait", environ=slurm.environ)
+    assert done.returncode == 0, done.stdout + done.stderr + log_of(tmp_path / "run", 2)
+    assert done.stdout.count(": done (COMPLETED") == 2
+    first, second = log_of(tmp_path / "run", 1), log_of(tmp_path / "run", 2)
+    assert "stage rl: run" in first and "stage evaluate" not in first
+    assert "stage rl: skip" in second and "stage evaluate: run" in second
+    (tmp_path / "prompts.jsonl").unlink()
+    broken = nrl(
+        "submit",
+        str(spec),
+        "output=" + str(tmp_path / "other"),
+        "--to",
+        "slurm",
+        "--stages-as-jobs",
+        "--wait",
+        environ=slurm.environ,
+    )
+    assert broken.returncode == 2, broken.stdout + broken.stderr
+    assert "other.jobs/0002: cancelled (CANCELLED" in broken.stdout
+
+
+def kill_host(name: str) -> None:
+    """SIGKILL to `nrl node` on a Slurm host; its watchdog ends the rest."""
+    for process in psutil.process_iter():
+        try:
+            mine = process.environ().get("SLURMD_NODENAME") == name and "node" in process.cmdline()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if mine:
+            process.kill()
