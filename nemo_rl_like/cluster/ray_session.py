@@ -72,7 +72,7 @@ class RaySession:
         spec = _with_job(spec, job)
         environ = _ray_environ(spec, job.variables if job is not None else ())
         run_id = uuid.uuid4().hex[:16]
-        log_folder = output / "logs"
+        log_folder = output.absolute() / "logs"
         log_folder.mkdir(parents=True, exist_ok=True)
         temp_dir = _make_temp_dir(run_id) if spec.address is None else None
         session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)

@@ -19,7 +19,7 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "3",
     "SLURM_STEP_NODELIST": "gpu[08-10]",
 }
-KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "NRL_NODES": "4", "NRL_HEAD": "run-0.run", "NRL_JOB": "run"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "NRL_HEAD_HOST": "run-0.run"}
 TORCHRUN = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -34,7 +34,7 @@ TORCHRUN = {
 def test_each_scheduler_names_rank_head_and_job() -> None:
     names = ("gpu08", "gpu09", "gpu10")
     assert read_place(SLURM, nodes=3) == Place("slurm", 3, 1, head="gpu08", key="slurm-7.0.0", names=names)
-    assert read_place(KUBERNETES, nodes=4) == Place("kubernetes", 4, 2, head="run-0.run", key="kubernetes-run")
+    assert read_place(KUBERNETES, nodes=4) == Place("kubernetes", 4, 2, head="run-0.run", key="kubernetes-run-0.run")
     assert read_place(TORCHRUN, nodes=2) == Place("torchrun", 2, 0, head="10.0.0.1", key="torchrun-a.0")
     assert read_place({"RAY_ADDRESS": "10.0.0.1:6379"}, nodes=9) == Place("ray", 1, 0, ray_address="10.0.0.1:6379")
     assert read_place({}, nodes=2, join="10.0.0.1:12000") == Place("join", 2, None, head="10.0.0.1", port=12000)
@@ -59,8 +59,8 @@ def test_an_allocation_without_a_step_is_no_place() -> None:
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[08-09]"}, "SLURM_STEP_NODELIST names 2 hosts"),
         ({**SLURM, "SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
-        ({**KUBERNETES, "JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX is 4, and NRL_NODES says 4"),
-        ({k: v for k, v in KUBERNETES.items() if k != "NRL_HEAD"}, "NRL_HEAD is not set"),
+        ({**KUBERNETES, "JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX is 3, and `launch.nodes` 3"),
+        ({"JOB_COMPLETION_INDEX": "2"}, "NRL_HEAD_HOST is not set"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE.*--nproc-per-node 1"),
         ({**TORCHRUN, "RANK": "2"}, "RANK is 2.*WORLD_SIZE 2"),
         ({"RAY_ADDRESS": "http://head:8265"}, "RAY_ADDRESS is 'http://head:8265'"),

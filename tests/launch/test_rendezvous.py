@@ -40,7 +40,7 @@ class Meeting:
         member = Membership.join(
             place,
             Self(f"node{rank}", 4),
-            HOST,
+            lambda: HOST,
             ports or [self.port],
             token=self.token if token is None else token,
             lost_after_s=self.lost_after_s,

@@ -143,7 +143,8 @@ class _Host:
 
     def _lead(self, daemons: RayDaemons) -> int:
         block, listener = take(self.launch.ports, self.place.key)
-        address = own_address(self.place.head or self.name, self.launch.addresses)
+        in_pod = self.place.source == "kubernetes"  # its service may not have named it yet
+        address = own_address(None if in_pod else self.place.head or self.name, self.launch.addresses)
         gathering = Gathering(
             listener, self.place, self._self(), token=self._secret(), lost_after_s=self.launch.lost_after_s
         )
@@ -176,6 +177,7 @@ class _Host:
         return look
 
     def _follow(self, daemons: RayDaemons) -> int:
+        self.signals.stop_file = None  # the head reads it
         block, holder = take(self.launch.ports, f"{self.place.key}-{self.name}")
         with holder:
             member = self._join()
@@ -191,12 +193,11 @@ class _Host:
 
     def _join(self) -> Membership:
         place = self.place
-        head = resolve(str(place.head), self.launch.addresses)
         ports = [place.port] if place.port is not None else [b.first for b in blocks(self.launch.ports, place.key)]
         return Membership.join(
             place,
             self._self(),
-            head,
+            lambda: resolve(str(place.head), self.launch.addresses),
             ports,
             token=self._secret(),
             lost_after_s=self.launch.lost_after_s,

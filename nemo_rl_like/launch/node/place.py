@@ -11,12 +11,8 @@ from nemo_rl_like.launch.node.hostlist import expand
 
 Source = Literal["slurm", "kubernetes", "torchrun", "ray", "join", "alone"]
 
-NODES = "NRL_NODES"
-"""Kubernetes: number of pods."""
-HEAD = "NRL_HEAD"
-"""Kubernetes: name of the pod with index 0, by the headless service."""
-JOB = "NRL_JOB"
-"""Kubernetes: name of the job, the same in every pod."""
+HEAD_HOST = "NRL_HEAD_HOST"
+"""Kubernetes: name of the pod with index 0, by the headless service; another in every job."""
 
 
 class PlaceError(NrlError):
@@ -69,14 +65,14 @@ def read_place(environ: Mapping[str, str], *, nodes: int, join: str | None = Non
     """
     found = {name: read for name, (mark, read) in _READERS.items() if mark(environ)}
     if join is not None:
-        found["join"] = lambda _: _joining(join, nodes)
+        found["join"] = lambda _environ, nodes: _joining(join, nodes)
     if len(found) > 1:
         raise PlaceError(
             f"this process is told its place by {' and by '.join(found)} ({', '.join(_variables(environ))}); "
             "start it by one of them, or unset the other's variables"
         )
     for read in found.values():
-        place = read(environ)
+        place = read(environ, nodes)
         if place.nodes != nodes and place.ray_address is None:
             raise PlaceError(
                 f"`launch.nodes` is {nodes}, but {place.source} started {place.nodes} hosts; ask it for as many, or change the field"
@@ -96,7 +92,7 @@ def _joining(join: str, nodes: int) -> Place:
     return Place("join", nodes, None, head=host.strip("[]"), port=int(port))
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str], _nodes: int) -> Place:
     rank, tasks = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
     nodes, node = _number(environ, "SLURM_STEP_NUM_NODES"), _number(environ, "SLURM_NODEID")
     if tasks != nodes:
@@ -120,16 +116,15 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     return Place("slurm", nodes, rank, head=names[0], key=key, names=tuple(names))
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Place:
+def _kubernetes(environ: Mapping[str, str], nodes: int) -> Place:
     rank = _number(environ, "JOB_COMPLETION_INDEX")
-    nodes = _number(environ, NODES)
     if rank >= nodes:
-        raise PlaceError(f"JOB_COMPLETION_INDEX is {rank}, and {NODES} says {nodes}; set it to the job's `completions`")
-    head = _text(environ, HEAD) if nodes > 1 else None
-    return Place("kubernetes", nodes, rank, head=head, key=f"kubernetes-{_text(environ, JOB)}")
+        raise PlaceError(f"JOB_COMPLETION_INDEX is {rank}, and `launch.nodes` {nodes}; they are of different jobs")
+    head = _text(environ, HEAD_HOST) if nodes > 1 else None
+    return Place("kubernetes", nodes, rank, head=head, key=f"kubernetes-{head}")
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place:
+def _torchrun(environ: Mapping[str, str], _nodes: int) -> Place:
     local = _number(environ, "LOCAL_WORLD_SIZE")
     if local != 1:
         raise PlaceError(
@@ -145,7 +140,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
     return Place("torchrun", nodes, rank, head=_text(environ, "MASTER_ADDR"), key=key)
 
 
-def _ray(environ: Mapping[str, str]) -> Place:
+def _ray(environ: Mapping[str, str], _nodes: int) -> Place:
     address = _text(environ, "RAY_ADDRESS")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in address:
@@ -155,7 +150,7 @@ def _ray(environ: Mapping[str, str]) -> Place:
     return Place("ray", 1, 0, ray_address=address)
 
 
-_Reader = Callable[[Mapping[str, str]], Place]
+_Reader = Callable[[Mapping[str, str], int], Place]
 _READERS: Mapping[str, tuple[Callable[[Mapping[str, str]], bool], _Reader]] = {
     "slurm": (lambda e: "SLURM_STEP_NUM_TASKS" in e and "SLURM_PROCID" in e, _slurm),
     "kubernetes": (lambda e: "JOB_COMPLETION_INDEX" in e, _kubernetes),

@@ -19,6 +19,7 @@ from typing import Literal
 
 import nemo_rl_like
 from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.launch.node.address import NoAddress
 from nemo_rl_like.launch.node.link import Link, LinkLost, Message, beat, number, proof, text
 from nemo_rl_like.launch.node.place import Place
 
@@ -231,7 +232,7 @@ class Membership:
         cls,
         place: Place,
         me: Self,
-        head: str,
+        head: Callable[[], str],
         ports: Iterable[int],
         *,
         token: bytes,
@@ -242,7 +243,8 @@ class Membership:
     ) -> Membership:
         """Find rank 0 at one of `ports` of `head` and be let in; `check` is called in between and may raise.
 
-        `source`: own address to connect from. Raises HostsMissing when nobody answers in time, or rank 0 refuses.
+        `head`: finds its address; a name that does not resolve yet (NoAddress) is asked for again. `source`: own address to connect from.
+        Raises HostsMissing when nobody answers in time, or rank 0 refuses.
         """
         wanted = list(ports)
         end = time.monotonic() + seconds
@@ -251,12 +253,12 @@ class Membership:
             for port in wanted:
                 check()
                 try:
-                    return cls._try(place, me, (head, port), token, lost_after_s, source)
-                except (LinkLost, OSError) as error:
+                    return cls._try(place, me, (head(), port), token, lost_after_s, source)
+                except (LinkLost, OSError, NoAddress) as error:
                     last = f"port {port}: {error}"
             time.sleep(_RETRY_S)
         raise HostsMissing(
-            f"the head {head} did not let this host in within {seconds:g} s at ports {wanted[0]} to {wanted[-1]} ({last}); is it up, and "
+            f"the head {place.head} did not let this host in within {seconds:g} s at ports {wanted[0]} to {wanted[-1]} ({last}); is it up, and "
             "reachable from here? Else raise `launch.start_timeout_s`"
         )
 
