@@ -54,11 +54,12 @@ install: $(VENV)/.installed-demo
 install-test: $(VENV)/.installed-test install-system
 
 # Programs of the tests that no Python package has: a Slurm of their own, a checker of shell scripts, hosts of network namespaces.
-SYSTEM_PACKAGES := slurm-wlm munge shellcheck iproute2
-SYSTEM_PROGRAMS := slurmctld slurmd sbatch munged shellcheck ip
+SYSTEM_PACKAGES := slurm-wlm munge libslurm-dev gcc libc6-dev shellcheck iproute2
+SYSTEM_PROGRAMS := slurmctld slurmd sbatch munged gcc shellcheck ip
 
 install-system:  ## Install what the tests need of the system (Debian or Ubuntu, as root; elsewhere it says what is missing).
 	@missing=""; for p in $(SYSTEM_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" command -v $$p >/dev/null || missing="$$missing $$p"; done; \
+	test -e /usr/include/slurm/spank.h || missing="$$missing slurm/spank.h"; \
 	test -z "$$missing" && exit 0; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SYSTEM_PACKAGES) >/dev/null; \

@@ -19,7 +19,7 @@ stop=/lustre/me/project/runs/example.jobs/0001/stop
 rm -f "$stop"
 
 # A signal to the step would reach every process in it; the file reaches the driver alone, which saves.
-trap 'touch "$stop"' USR1 TERM
+trap 'touch "$stop"' USR1
 srun --kill-on-bad-exit=0 --wait=0 \
   --container-image=nvcr.io/nvidia/nemo:25.07 \
   --container-mounts=/lustre/data:/data:ro,/lustre/me/project:/lustre/me/project,/lustre/me/project/runs/example.jobs:/lustre/me/project/runs/example.jobs,/lustre/me/project/runs:/lustre/me/project/runs \

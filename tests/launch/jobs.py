@@ -43,12 +43,12 @@ def write_job(
 
 
 def nrl(
-    *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = 400.0
+    *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = 400.0, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The finished command."""
     command = [sys.executable, "-m", "nemo_rl_like", *arguments]
     env = dict(os.environ if environ is None else environ)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd)
 
 
 def wait_until(true: Callable[[], bool], what: Callable[[], str], seconds: float = 180.0) -> None:

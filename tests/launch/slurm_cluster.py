@@ -1,4 +1,4 @@
-"""A real Slurm of four hosts on this one: munged, slurmctld and four slurmd of our own, in a folder of our own."""
+"""A real Slurm of four hosts on this one: munged, slurmctld and four slurmd of our own, in a folder of our own, with a double of pyxis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NODES = 4
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "gcc")
 ADDRESSES = {f"node{i}": f"127.0.0.{i + 1}" for i in range(1, NODES + 1)}
 """Each host has a loopback address of its own."""
 CONF = """
@@ -126,6 +126,10 @@ def _write_conf(folder: Path) -> None:
         f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} {size}"
         for (name, address), port in zip(ADDRESSES.items(), ports[1:], strict=True)
     )
+    plugin = folder / "pyxis.so"
+    source = Path(__file__).with_name("pyxis_double.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(plugin), str(source)], check=True)
+    (folder / "plugstack.conf").write_text(f"required {plugin}\n")
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     text = CONF.format(host=host, folder=folder, port=ports[0], nodes=nodes, last=NODES, user=user)
     (folder / "slurm.conf").write_text(text)

@@ -52,20 +52,58 @@ def test_host_lists_are_written_out_as_slurm_does(slurm: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "words"),
+    ("changes", "words"),
     [
-        ("  slurm: {partition: nowhere}\n", "invalid partition"),
-        ("  cpus_per_node: 64\n", "Requested node configuration is not available"),
-        ("  slurm: {reservation: mine}\n", "(?i)reservation"),
+        (("launch.slurm.partition=nowhere",), "invalid partition"),
+        (
+            ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.gres_type=a100"),
+            "Invalid generic resource|not available",
+        ),
     ],
 )
 def test_what_slurm_itself_refuses_is_shown_in_its_words(
-    slurm: Cluster, tmp_path: Path, extra: str, words: str
+    slurm: Cluster, tmp_path: Path, changes: tuple[str, ...], words: str
 ) -> None:
-    spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES, extra=extra)
-    done = nrl("submit", str(spec), "--to", "slurm", "--dry-run", environ=slurm.environ)
+    spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES)
+    done = nrl("submit", str(spec), *changes, "--to", "slurm", "--dry-run", environ=slurm.environ)
     assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
     assert not (tmp_path / "run.jobs").exists()
+
+
+def test_a_job_that_slurm_accepts_is_shown_and_not_started(slurm: Cluster, tmp_path: Path) -> None:
+    spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES)
+    changes = ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.gres_type=h100")
+    done = nrl("submit", str(spec), *changes, "--to", "slurm", "--dry-run", environ=slurm.environ)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gres=gpu:h100:8" in done.stdout and "sbatch --parsable" in done.stdout
+    assert not (tmp_path / "run.jobs").exists() and slurm.call("squeue", "-h") == ""
+
+
+STUB = """#!/bin/sh
+echo "$SLURM_PROCID: $* | $GIVEN_IMAGE | $GIVEN_MOUNTS | $GIVEN_WORKDIR | $GIVEN_NO_HOME | $PWD | $SECRET_WORD$MY_WORD"
+"""
+
+
+def test_a_container_and_an_allow_list_reach_every_host(slurm: Cluster, tmp_path: Path) -> None:
+    """What srun's own parser made of the flags, in each task; `nrl` of the image is a stub that tells."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nrl").write_text(STUB)
+    (tmp_path / "bin" / "nrl").chmod(0o755)
+    environ = slurm.environ | {
+        "PATH": f"{tmp_path}/bin:{slurm.environ['PATH']}",
+        "SECRET_WORD": "hidden",
+        "MY_WORD": "told",
+    }
+    extra = "  image: nvcr.io/nvidia/nemo@sha256:aa\n  mounts: [{source: '/a b', target: /data, read_only: true}]\n"
+    spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES, extra=extra)
+    spec.write_text(spec.read_text() + "secrets: {MINE: {env: MY_WORD}}\n")
+    done = nrl("submit", str(spec), "--to", "slurm", "--wait", environ=environ, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = f"{tmp_path}/run.jobs"
+    mounts = f"/a b:/data:ro,{tmp_path}:{tmp_path},{jobs}:{jobs}"
+    told = f"node {jobs}/0001/spec.yaml --stop-file {jobs}/0001/stop"
+    given = f"{told} | nvcr.io/nvidia/nemo@sha256:aa | {mounts} | {tmp_path} | yes | {tmp_path} | told"
+    assert sorted(log_of(tmp_path / "run").splitlines()) == [f"{rank}: {given}" for rank in (0, 1)]
 
 
 def test_a_waiting_job_is_refused_a_second_time_and_cancelled(slurm: Cluster, tmp_path: Path) -> None:
@@ -93,7 +131,7 @@ def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm
     wait_until(lambda: slurm.job(job).get("Restarts") == "1", lambda: log_of(output))
     done_before = steps_done(output)
     assert 2 <= done_before < 6, "it must be stopped in the middle, or this test shows nothing"
-    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+    start_now(slurm, job)
     ended = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
     assert ended["JobState"] == "COMPLETED", log_of(output)
     assert outcome(output) == outcome(never_stopped(tmp_path, 6))
@@ -123,7 +161,7 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
     wait_until(lambda: slurm.job(job).get("Restarts") == "1", lambda: log_of(output))
     assert "rank 1 (node2) was lost" in log_of(output, characters=20000)
     assert steps_done(output) < 6, "it must fail in the middle, or this test shows nothing"
-    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+    start_now(slurm, job)
     assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", log_of(output)
     assert (tmp_path / "run.jobs" / "0001" / "failures").read_text() == "x"
     assert outcome(output) == outcome(never_stopped(tmp_path, 6))
@@ -183,6 +221,13 @@ def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster, tmp_path: Path
     )
     assert broken.returncode == 2, broken.stdout + broken.stderr
     assert "other.jobs/0002: cancelled (CANCELLED" in broken.stdout
+
+
+def start_now(slurm: Cluster, job: str) -> None:
+    """Start a requeued job without the two minutes that Slurm gives its hosts to clean up, once they have."""
+    wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", lambda: str(slurm.job(job)))
+    wait_until(lambda: slurm.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "4", lambda: slurm.call("sinfo"))
+    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
 def kill_host(name: str) -> None:

@@ -140,8 +140,8 @@ def test_a_job_without_gpus_asks_for_none() -> None:
     assert "gres" not in rendered(job_of({"accelerator": "cpu"}))
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
+    assert shutil.which("shellcheck"), "not installed; run `make install-system`"
     launch = {"image": "nvcr.io/nvidia/x:1", "time_limit_min": 60, "slurm": {"comment": "two words"}}
     for number, job in enumerate((job_of(launch), job_of(), job_of({"nodes": 4}))):
         (tmp_path / f"{number}.sh").write_text(rendered(job))

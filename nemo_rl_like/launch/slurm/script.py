@@ -24,7 +24,7 @@ stop={stop}
 rm -f "$stop"
 
 # A signal to the step would reach every process in it; the file reaches the driver alone, which saves.
-trap 'touch "$stop"' USR1 TERM
+trap 'touch "$stop"' USR1
 srun --kill-on-bad-exit=0 --wait=0{container} \\
   {node} node "$spec" --stop-file "$stop"{until} &
 step=$!
