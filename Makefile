@@ -19,7 +19,7 @@ COMPILE = $(UV) pip compile --quiet --no-header --python-version 3.11 $(WHEELS) 
 WORKERS := --numprocesses 2 --dist loadscope
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled RAY_worker_niceness=0
 
-.PHONY: help demo test test-all gpu-check lint format lock install install-test
+.PHONY: help demo test test-all gpu-check lint format lock install install-test install-system
 
 help:  ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -51,7 +51,21 @@ lock: $(UV)  ## Make the lock files from pyproject.toml.
 	$(COMPILE) --extra train --constraint requirements/test.txt --output-file requirements/demo.txt
 
 install: $(VENV)/.installed-demo
-install-test: $(VENV)/.installed-test
+install-test: $(VENV)/.installed-test install-system
+
+# Programs of the tests that no Python package has: a Slurm of their own, a checker of shell scripts, hosts of network namespaces.
+SYSTEM_PACKAGES := slurm-wlm munge libslurm-dev gcc libc6-dev shellcheck iproute2
+SYSTEM_PROGRAMS := slurmctld slurmd sbatch munged gcc shellcheck ip
+
+install-system:  ## Install what the tests need of the system (Debian or Ubuntu, as root; elsewhere it says what is missing).
+	@missing=""; for p in $(SYSTEM_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" command -v $$p >/dev/null || missing="$$missing $$p"; done; \
+	test -e /usr/include/slurm/spank.h || missing="$$missing slurm/spank.h"; \
+	test -z "$$missing" && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SYSTEM_PACKAGES) >/dev/null; \
+	else \
+		echo "missing:$$missing; install the packages $(SYSTEM_PACKAGES) (their tests fail without them)" >&2; \
+	fi
 
 $(VENV)/.installed-demo: requirements/demo.txt pyproject.toml | $(UV)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(WHEELS) --requirement requirements/demo.txt

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from nemo_rl_like.pipeline.run_folder import Start
+
 app = typer.Typer(
     name="nrl",
     help="Post-training for language models: one typed spec from data to a served checkpoint.",
@@ -38,6 +40,13 @@ Source = Annotated[
     Path, typer.Argument(metavar="PATH", help="Output folder of a run (its last checkpoint) or a checkpoint folder.")
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no colours, no progress bar.")]
+Until = Annotated[
+    str | None, typer.Option("--until", metavar="STAGE", help="Last stage to run; the others are left for later.")
+]
+JobFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Output folder of a submitted run, or a submission's own folder.")
+]
+Wait = Annotated[bool, typer.Option("--wait", help="Until the job has ended; exit with its code.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -61,6 +70,7 @@ def run(
         bool, typer.Option("--resume", help="Continue the run in the output folder, or start it.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
+    until: Until = None,
     plain: Plain = False,
 ) -> None:
     """Run the pipeline of a spec."""
@@ -68,7 +78,8 @@ def run(
 
     if resume and overwrite:
         raise typer.BadParameter("--resume and --overwrite exclude each other")
-    command.run(spec, overrides or [], start="resume" if resume else "overwrite" if overwrite else "new", plain=plain)
+    start: Start = "resume" if resume else "overwrite" if overwrite else "new"
+    command.run(spec, overrides or [], start=start, plain=plain, until=until)
 
 
 @app.command()
@@ -77,6 +88,93 @@ def resume(run_folder: RunFolder, overrides: Overrides = None, plain: Plain = Fa
     from nemo_rl_like.cli.commands import run as command
 
     command.resume(run_folder, overrides or [], plain=plain)
+
+
+@app.command()
+def node(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    join: Annotated[
+        str | None,
+        typer.Option("--join", metavar="HOST:PORT", help="The first host, as it prints it; without a scheduler only."),
+    ] = None,
+    until: Until = None,
+    exit_code_file: Annotated[
+        Path | None,
+        typer.Option("--exit-code-file", metavar="FILE", help="Write the exit code there, too.", hidden=True),
+    ] = None,
+    stop_file: Annotated[
+        Path | None,
+        typer.Option("--stop-file", metavar="FILE", help="Save and stop once this file is there.", hidden=True),
+    ] = None,
+) -> None:
+    """One host's part of a job: forms the cluster, runs the driver, ends it all. What schedulers start, once on each host."""
+    from nemo_rl_like.cli.commands import job as command
+
+    files = {"exit_code_file": exit_code_file, "stop_file": stop_file}
+    raise typer.Exit(command.node(spec, overrides or [], join=join, until=until, **files))
+
+
+@app.command()
+def submit(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    to: Annotated[str, typer.Option("--to", help="local, slurm, kubernetes or container.")] = "local",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files, let the target check them, start nothing.")
+    ] = False,
+    wait: Wait = False,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", metavar="N,N", help="One run a seed, in OUTPUT-seedN; an array on Slurm.")
+    ] = None,
+    stages_as_jobs: Annotated[
+        bool, typer.Option("--stages-as-jobs", help="One job a stage, each after the success of the one before.")
+    ] = False,
+    until: Until = None,
+) -> None:
+    """Start a spec as a job: here, or on a cluster. RUN in the other commands is its output folder."""
+    from nemo_rl_like.cli.commands import job as command
+
+    request = command.request_of(spec, overrides or [], to, seeds, stages_as_jobs, until)
+    if dry_run:
+        command.show(request)
+        return
+    raise typer.Exit(command.start(request, waits=wait))
+
+
+@app.command()
+def status(run_folder: JobFolder, as_json: AsJson = False) -> None:
+    """How far a submitted job is, and the stages of its run."""
+    from nemo_rl_like.cli.commands import job as command
+
+    command.tell(run_folder, as_json=as_json)
+
+
+@app.command()
+def logs(
+    run_folder: JobFolder,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+) -> None:
+    """The log of a submitted job."""
+    from nemo_rl_like.cli.commands import job as command
+
+    command.logs(run_folder, follow=follow)
+
+
+@app.command()
+def cancel(run_folder: JobFolder) -> None:
+    """End a submitted job; its checkpoints stay."""
+    from nemo_rl_like.cli.commands import job as command
+
+    command.cancel(run_folder)
+
+
+@app.command()
+def resubmit(run_folder: JobFolder, wait: Wait = False) -> None:
+    """Submit once more what was submitted last; the run goes on from its last checkpoint."""
+    from nemo_rl_like.cli.commands import job as command
+
+    raise typer.Exit(command.again(run_folder, waits=wait))
 
 
 @app.command()

@@ -53,8 +53,10 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
 
 
 def _program() -> str:
-    """How this program is called from here: by its name if the shell finds it, else by its path."""
+    """How this program is called from here: by its name if the shell finds it (or a job has started it), else by its path."""
     called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return "nrl"
     found = shutil.which(called.name)
     if found is not None and called.exists() and os.path.samefile(found, called):
         return called.name

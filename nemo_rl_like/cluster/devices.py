@@ -1,4 +1,4 @@
-"""How many devices the ranks of a run may use on this host, found without torch and without starting anything."""
+"""How many devices the ranks of a run may use, on this host or in a job of several, found without torch and without starting anything."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.cluster import joined
 from nemo_rl_like.spec.cluster import ClusterSpec
 
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -21,14 +22,17 @@ class Devices:
     """What ranks run on."""
 
     kind: Literal["gpu", "cpu"]
-    """`gpu` when the host shows an NVIDIA GPU, else `cpu` (one device a core)."""
+    """`gpu` when the host shows an NVIDIA GPU, else `cpu` (one device a core); in a job, what the job was made for."""
     count: int
     """Devices that ranks may use."""
 
 
 def visible_devices(spec: ClusterSpec) -> Devices:
-    """The GPUs, or the CPU cores of a host without one; `spec.devices` overrides the number, not the kind."""
-    gpus = _visible_gpus()
+    """The job's devices; else the GPUs, or the CPU cores of a host without one. `spec.devices` overrides the number, not the kind."""
+    job = joined.of_environment(os.environ)
+    if job is not None:
+        return Devices(job.kind, spec.devices or job.devices)
+    gpus = visible_gpus()
     kind: Literal["gpu", "cpu"] = "gpu" if gpus else "cpu"
     return Devices(kind, spec.devices or gpus or len(os.sched_getaffinity(0)))
 
@@ -49,7 +53,8 @@ def threads_of_rank(asked: int, ranks: int) -> int:
     return asked or max(1, len(os.sched_getaffinity(0)) // max(1, ranks))
 
 
-def _visible_gpus() -> int:
+def visible_gpus() -> int:
+    """GPUs of this host that `CUDA_VISIBLE_DEVICES` shows; all of them where it is not set."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = _present_gpus()
     if named is None or present == 0:

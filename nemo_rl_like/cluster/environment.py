@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from nemo_rl_like.spec.secret_names import is_secret
+
 _ALLOWED_NAMES = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "HOSTNAME"),
@@ -16,22 +18,15 @@ _ALLOWED_NAMES = frozenset(
     )
 )
 _ALLOWED_PREFIXES = (
-    *("LC_", "XDG_", "NRL_", "RAY_", "SLURM_"),
+    *("LC_", "XDG_", "NRL_", "RAY_"),
     *("CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "NVSHMEM_", "NVTE_"),
     *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_"),
     *("VLLM_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
 )
-_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|JWT", re.IGNORECASE)
-_NOT_SECRET = frozenset({"RAY_AUTH_TOKEN_PATH"})  # a path, not a value
 _PROXY = re.compile(r"_proxy$", re.IGNORECASE)
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Read once, when numpy or torch is imported: they must be set before the worker starts."""
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is a secret."""
-    return name not in _NOT_SECRET and _SECRET.search(name) is not None
 
 
 def allowed(environ: Mapping[str, str]) -> dict[str, str]:

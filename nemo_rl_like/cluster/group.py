@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self, cast
@@ -67,10 +68,11 @@ class WorkerGroup:
         ranks = world_size(axes)
         end = time.monotonic() + session.spec.start_timeout_s
         placement = _place(name, ranks, devices, session, end)
-        threads = threads_of_rank(threads, ranks)
+        nodes = _nodes_of_bundles(placement)
+        threads = threads_of_rank(threads, max(Counter(nodes).values()))
         actors = [
             _start_actor(f"{session.log_folder}/{name}-{rank}.log", placement, bundle, devices, threads, session)
-            for rank, bundle in enumerate(_bundles_by_node(placement, ranks))
+            for rank, bundle in enumerate(_bundles_by_node(nodes))
         ]
         try:
             client = _introduce(name, axes, actors, threads, env or {}, session, end)
@@ -127,6 +129,11 @@ class WorkerGroup:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self._client.workers)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """IP address of each rank's host."""
+        return tuple(worker.info.address for worker in self._client.workers)
 
     def shutdown(self) -> None:
         """Let the services close (for at most 20 s), then end the workers. Safe to call twice."""
@@ -186,10 +193,17 @@ def _place(name: str, ranks: int, devices: float, session: RaySession, end: floa
     return placement
 
 
-def _bundles_by_node(placement: PlacementGroup, ranks: int) -> list[int]:
-    """Bundle of each rank: neighbouring ranks stand on one node."""
-    nodes = placement_group_table(placement)["bundles_to_node_id"]
-    return sorted(range(ranks), key=lambda bundle: (nodes[bundle], bundle))
+def _nodes_of_bundles(placement: PlacementGroup) -> list[tuple[bool, str, str]]:
+    """Where each bundle stands: (not the driver's node, address, node id)."""
+    ids = placement_group_table(placement)["bundles_to_node_id"]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    mine = ray.get_runtime_context().get_node_id()
+    return [(ids[bundle] != mine, addresses[ids[bundle]], ids[bundle]) for bundle in range(len(ids))]
+
+
+def _bundles_by_node(nodes: Sequence[tuple[bool, str, str]]) -> list[int]:
+    """Bundle of each rank: neighbouring ranks stand on one node, the first of them on the driver's where it carries any."""
+    return sorted(range(len(nodes)), key=lambda bundle: (nodes[bundle], bundle))
 
 
 def _start_actor(

@@ -8,12 +8,11 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +23,11 @@ import ray
 from ray.exceptions import RaySystemError
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.cluster import interrupt, watchdog
+from nemo_rl_like.cluster import interrupt, joined, watchdog
 from nemo_rl_like.cluster.devices import Devices, visible_devices
 from nemo_rl_like.cluster.environment import allowed, replaced_environ
 from nemo_rl_like.cluster.errors import ClusterStartError
+from nemo_rl_like.cluster.joined import JobCluster
 from nemo_rl_like.cluster.last_words import DRIVER_SIGNALS
 from nemo_rl_like.spec.cluster import ClusterSpec
 
@@ -61,16 +61,18 @@ class RaySession:
 
     @classmethod
     def start(cls, spec: ClusterSpec, output: Path) -> RaySession:
-        """Start a local Ray, or join `spec.address`.
+        """Start a local Ray, or join the job's or `spec.address`.
 
         Raises SpecError for an authentication or address that cannot work, ClusterStartError when Ray does not come up
-        or this process is already part of a Ray.
+        with every host that the job was promised, or this process is already part of a Ray.
         """
         if ray.is_initialized():
             raise ClusterStartError("this process is already connected to a Ray; end that session first")
-        environ = _ray_environ(spec)
+        job = joined.of_environment(os.environ)
+        spec = _with_job(spec, job)
+        environ = _ray_environ(spec, job.variables if job is not None else ())
         run_id = uuid.uuid4().hex[:16]
-        log_folder = output / "logs"
+        log_folder = output.absolute() / "logs"
         log_folder.mkdir(parents=True, exist_ok=True)
         temp_dir = _make_temp_dir(run_id) if spec.address is None else None
         session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)
@@ -78,9 +80,11 @@ class RaySession:
         with ExitStack() as undo:
             undo.callback(session.shutdown)
             interrupt.install()
-            session._watchdog = _start_watchdog(run_id, session._mark_of_temp_dir)
+            session._watchdog = watchdog.start(run_id, session._mark_of_temp_dir)
             session._connect(environ)
             interrupt.check()
+            if spec.address is not None:
+                session.devices = _devices_of_cluster(job, spec)
             os.environ.update(session._marks())
             session._describe()
             undo.pop_all()
@@ -178,9 +182,20 @@ class RaySession:
         self.shutdown()
 
 
-def _ray_environ(spec: ClusterSpec) -> dict[str, str]:
-    environ = allowed(os.environ)
-    environ.pop("RAY_ADDRESS", None)  # only the spec says which cluster is joined
+def _with_job(spec: ClusterSpec, job: JobCluster | None) -> ClusterSpec:
+    """The spec with the job's address and authentication. Raises SpecError when it names another cluster."""
+    if job is None or job.address is None:
+        return spec
+    if spec.address not in (None, job.address):
+        raise SpecError(
+            f"`cluster.address` is {spec.address}, but the job's own Ray is at {job.address}; leave `cluster.address` out"
+        )
+    return spec.model_copy(update={"address": job.address, "auth": job.auth})
+
+
+def _ray_environ(spec: ClusterSpec, further: Sequence[str]) -> dict[str, str]:
+    environ = allowed(os.environ) | {name: os.environ[name] for name in further if name in os.environ}
+    environ.pop("RAY_ADDRESS", None)  # only the spec or the job says which cluster is joined
     if spec.auth == "token" and not environ.get("RAY_AUTH_TOKEN_PATH"):
         raise SpecError(
             "`cluster.auth` is `token`, but RAY_AUTH_TOKEN_PATH is not set; point it at a file (mode 0600, same content "
@@ -205,22 +220,6 @@ def _make_temp_dir(run_id: str) -> Path:
     return folder
 
 
-def _start_watchdog(run_id: str, temp_dir: str) -> int:
-    """Start the watchdog; returns its process id."""
-    me = os.getpid()
-    arguments = [str(me), watchdog.start_time(me), run_id, temp_dir]
-    started = subprocess.run(
-        [sys.executable, "-I", "-S", str(watchdog.__file__), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={"PATH": os.environ.get("PATH", "")},
-        timeout=_WATCHDOG_S,
-        check=True,
-    )
-    return int(started.stdout)
-
-
 def _join(address: str, timeout_s: float) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
@@ -235,3 +234,30 @@ def _join(address: str, timeout_s: float) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (RaySystemError, ConnectionError, RuntimeError) as error:
         raise ClusterStartError(f"`cluster.address` {address} cannot be joined: {error}") from error
+
+
+def _devices_of_cluster(job: JobCluster | None, spec: ClusterSpec) -> Devices:
+    """What the joined Ray has, once every promised host is there. Raises ClusterStartError naming those that are."""
+    if job is not None:
+        _wait_for(job, spec.start_timeout_s)
+        return Devices(job.kind, spec.devices or job.devices)
+    total = ray.cluster_resources()
+    gpus = int(total.get("GPU", 0))
+    return Devices("gpu" if gpus else "cpu", spec.devices or gpus or int(total.get("CPU", 0)))
+
+
+def _wait_for(job: JobCluster, seconds: float) -> None:
+    resource = job.kind.upper()
+    end = time.monotonic() + seconds
+    while True:
+        there = {n["NodeManagerAddress"]: int(n["Resources"].get(resource, 0)) for n in ray.nodes() if n["Alive"]}
+        count = sum(there.values())
+        if len(there) >= job.nodes and count >= job.devices:
+            return
+        if time.monotonic() > end:
+            raise ClusterStartError(
+                f"after {seconds:g} s Ray has {len(there)} of {job.nodes} hosts and {count} of {job.devices} {resource}s: "
+                f"{there}; look at the logs of the hosts that are missing, or raise `cluster.start_timeout_s`"
+            )
+        time.sleep(interrupt.POLL_S)
+        interrupt.check()

@@ -13,12 +13,14 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 RUN_ID_ENV = "NRL_RUN_ID"
+_START_SECONDS = 60.0
 _PASS_SECONDS = 0.2
 _LOOK_SECONDS = 10.0
 """How often the segments in use are noted while the driver lives: their owners may die before its end is seen."""
@@ -92,6 +94,21 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
+
+
+def start(run_id: str, temp_dir: str) -> int:
+    """Start a watchdog over this process; returns its id. Raises CalledProcessError, TimeoutExpired when it cannot start."""
+    me = os.getpid()
+    started = subprocess.run(
+        [sys.executable, "-I", "-S", __file__, str(me), start_time(me), run_id, temp_dir],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={"PATH": os.environ.get("PATH", "")},
+        timeout=_START_SECONDS,
+        check=True,
+    )
+    return int(started.stdout)
 
 
 def finish(pid: int, seconds: float) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nemo_rl_like.artifacts.errors import OutputFolderError, StoppedBySignal
+from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError, StoppedBySignal
 from nemo_rl_like.artifacts.redaction import redacted, watch
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import ARTIFACT_TYPES, Artifact
@@ -63,7 +63,12 @@ class RunResult:
 
 
 def run_pipeline(
-    spec: ExperimentSpec, *, start: Start = "new", plain: bool = False, classes: Mapping[str, str] = STAGE_CLASSES
+    spec: ExperimentSpec,
+    *,
+    start: Start = "new",
+    plain: bool = False,
+    until: str | None = None,
+    classes: Mapping[str, str] = STAGE_CLASSES,
 ) -> RunResult:
     """Run the experiment in `spec.output`.
 
@@ -71,6 +76,7 @@ def run_pipeline(
         spec: the experiment.
         start: `new` needs an empty or new folder, `resume` continues a run or starts one, `overwrite` clears a run first.
         plain: no progress bars or colours.
+        until: name of the last stage to run; the stages after it are checked, and left for a later start. None: all.
         classes: stage classes by kind.
 
     Raises:
@@ -83,10 +89,12 @@ def run_pipeline(
     if start == "resume":
         check_same_model(output, spec)
     plan = make_plan(spec, classes)
+    if until is not None and until not in (names := [s.name for s in plan.stages]):
+        raise SpecError(f"--until is {until!r}, and the stages are {', '.join(names)}; name one of them")
     plan.preflight()
     with RunFolder.open(output, start) as folder:
         record_start(folder.path, spec.name, start, spec_hash(spec), resolved_yaml(spec))
-        return _Runner(plan, folder.path, plain).run()
+        return _Runner(plan, folder.path, plain).run(until)
 
 
 class _Runner:
@@ -99,8 +107,8 @@ class _Runner:
         self.outcomes: dict[str, StageOutcome] = {}
         self.keys: dict[str, str] = {}
 
-    def run(self) -> RunResult:
-        """All stages, in order."""
+    def run(self, until: str | None) -> RunResult:
+        """The stages in order, to `until`."""
         gone = sorted(set(read_status(self.folder).stages) - {s.name for s in self.plan.stages})
         if gone:
             logger.warning(
@@ -108,7 +116,9 @@ class _Runner:
             )
         for planned in self.plan.stages:
             self.outcomes[planned.name] = self.one(planned)
-        return RunResult(self.folder, tuple(self.outcomes[s.name] for s in self.plan.stages))
+            if planned.name == until:
+                break
+        return RunResult(self.folder, tuple(self.outcomes.values()))
 
     def one(self, planned: PlannedStage) -> StageOutcome:
         """One stage: decide, and do it."""

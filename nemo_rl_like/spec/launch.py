@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.kubernetes import KubernetesSpec
+from nemo_rl_like.spec.secret_names import is_secret
 from nemo_rl_like.spec.slurm import SlurmSpec
 
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -16,12 +17,31 @@ _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 class MountSpec(Spec):
     """A folder of the host, or of a volume, that the container sees."""
 
-    source: Annotated[str, Field(pattern=r"^/")]
+    source: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")]
     """Absolute path on the host."""
-    target: Annotated[str, Field(pattern=r"^/")]
+    target: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")]
     """Absolute path in the container."""
     read_only: bool = False
     """The container cannot write there."""
+
+
+class PortsSpec(Spec):
+    """TCP ports of a job's hosts. Each host takes one block; nothing else of the job listens outside it, but a stage's own ranks."""
+
+    first: Annotated[int, Field(ge=1024, le=65535)] = 12000
+    """First port."""
+    last: Annotated[int, Field(ge=1024, le=65535)] = 19999
+    """Last port; below the ports that the kernel gives to outgoing connections (`ip_local_port_range`)."""
+    per_node: Annotated[int, Field(ge=32)] = 400
+    """Ports of one host's block: 12 for Ray's daemons, the others for its workers, one each."""
+
+    @model_validator(mode="after")
+    def _holds_a_block(self) -> PortsSpec:
+        if self.last - self.first + 1 < self.per_node:
+            raise ValueError(
+                f"ports {self.first} to {self.last} hold no block of `per_node: {self.per_node}`; raise `last` or lower `per_node`"
+            )
+        return self
 
 
 class LaunchSpec(Spec):
@@ -43,9 +63,17 @@ class LaunchSpec(Spec):
     """How long before its wall time ends a job is told to save, in seconds."""
     start_timeout_s: PositiveFloat = 600.0
     """Longest wait until every host with all its devices has joined, in seconds."""
+    lost_after_s: PositiveFloat = 60.0
+    """Silence after which a host counts as lost, and a host that lost the first one ends itself, in seconds."""
+    auth: Literal["token", "disabled"] = "token"
+    """How hosts know each other: `token`, a secret file of the job; `disabled` on a network that nobody else reaches. One host needs neither."""
+    addresses: dict[str, str] = Field(default_factory=dict)
+    """Address of a host by the name that its scheduler gives it; default: what its name resolves to."""
+    ports: PortsSpec = PortsSpec()
+    """TCP ports that hosts listen on."""
     retries: NonNegativeInt = 3
     """How often a job that failed or lost a host is started again; each start resumes."""
-    image: str | None = None
+    image: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$")] | None = None
     """Container image; best by digest (`name@sha256:...`). Default: no container (Slurm), an error (Kubernetes, container)."""
     mounts: tuple[MountSpec, ...] = ()
     """Folders of the host that the container sees."""
@@ -55,3 +83,24 @@ class LaunchSpec(Spec):
     """What Slurm must know."""
     kubernetes: KubernetesSpec = KubernetesSpec()
     """What Kubernetes must know."""
+
+    @field_validator("environment")
+    @classmethod
+    def _no_secrets(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name, value in variables.items():
+            if is_secret(name):
+                raise ValueError(
+                    f"{name} looks like a secret, and these variables stand in files; list it under `secrets` as {{env: {name}}}"
+                )
+            if "\0" in value or "\n" in value:
+                raise ValueError(f"{name} has a line break or a zero byte; schedulers carry one line a variable")
+        return variables
+
+    @model_validator(mode="after")
+    def _saves_before_its_end(self) -> LaunchSpec:
+        if self.time_limit_min is not None and self.save_before_end_s >= 60 * self.time_limit_min:
+            raise ValueError(
+                f"`save_before_end_s` is {self.save_before_end_s:g}, and the job ends after {60 * self.time_limit_min} s "
+                "(`time_limit_min`); lower the one or raise the other"
+            )
+        return self

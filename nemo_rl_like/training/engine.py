@@ -10,6 +10,7 @@ from typing import cast
 
 import ray
 
+from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.cluster.client import GroupClient
 from nemo_rl_like.cluster.context import Hosted
 from nemo_rl_like.cluster.group import WorkerGroup
@@ -60,6 +61,17 @@ class EngineClient:
         return out
 
 
+def _require_one_host(trainer: WorkerGroup, engine: WorkerGroup) -> None:
+    """Weights reach vLLM through the memory of one host. Raises SpecError naming a replica that stands on another than the trainer's first rank."""
+    home = trainer.addresses[0]
+    for replica, address in enumerate(engine.addresses):
+        if address != home:
+            raise SpecError(
+                f"`engine.kind` is vllm, and its replica {replica} stands on {address}, the trainer's first rank on {home}: weights reach vLLM "
+                "through the memory of one host; leave devices for `engine.replicas` on one host, or set `engine.kind: embedded`"
+            )
+
+
 @dataclass(slots=True)
 class RunEngine:
     """The engine of a run, with the policy whose weights it samples from."""
@@ -104,6 +116,11 @@ class RunEngine:
             threads=spec.threads,
             devices=float(spec.tensor_parallel) if session.devices.kind == "gpu" else 0.0,
         )
+        try:
+            _require_one_host(policy.group, group)
+        except SpecError:
+            group.shutdown()
+            raise
         kwargs = {
             "model_folder": str(folder),
             "dtype": dtype,

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from nemo_rl_like.artifacts.errors import NrlError, SpecError
 from nemo_rl_like.cluster.context import axis_ranks, world_size
 from nemo_rl_like.cluster.devices import require_devices, threads_of_rank
-from nemo_rl_like.cluster.environment import allowed, is_secret
+from nemo_rl_like.cluster.environment import allowed
 from nemo_rl_like.cluster.errors import DeadlineExceeded, WorkerDied, WorkerFailed
 from nemo_rl_like.cluster.last_words import exit_cause
 from nemo_rl_like.cluster.worker import Turnstile
 from nemo_rl_like.spec.cluster import ClusterSpec
+from nemo_rl_like.spec.secret_names import is_secret
 
 
 @settings(deadline=None)
@@ -53,6 +54,8 @@ def test_secrets_and_strangers_stay_out_of_rays_environment() -> None:
         "AWS_SECRET_ACCESS_KEY": "x",
         "WANDB_API_KEY": "x",
         "MY_OWN_THING": "x",
+        "SLURM_JOB_ID": "7",
+        "PMI_RANK": "0",
         "http_proxy": "http://user:pw@proxy:1",
     }
     assert allowed({**given_env, **kept_out}) == given_env

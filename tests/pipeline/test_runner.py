@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_like.artifacts.errors import InputError, OutputFolderError, StoppedBySignal
+from nemo_rl_like.artifacts.errors import InputError, OutputFolderError, SpecError, StoppedBySignal
 from nemo_rl_like.pipeline.records import read_run, read_status
 from nemo_rl_like.pipeline.resume import load_resumable
 from nemo_rl_like.pipeline.run_folder import Start
@@ -46,6 +46,22 @@ def test_a_run_makes_every_artifact_and_records_it(tmp_path: Path) -> None:
     assert record.starts[0].spec_hash == spec_hash(spec)
     assert record.starts[0].versions["nemo-rl-like"]
     assert load_spec(tmp_path / "run/spec.yaml") == spec
+
+
+def test_a_run_to_a_stage_leaves_the_others_and_a_later_start_equals_one_that_never_stopped(tmp_path: Path) -> None:
+    spec, whole = chain(tmp_path / "run"), chain(tmp_path / "whole")
+    first = run_pipeline(spec, classes=CLASSES, until="rl")
+    assert actions(first) == {"sft": "run", "rl": "run"}
+    assert set(read_status(tmp_path / "run").stages) == {"sft", "rl"}
+    assert actions(run(spec)) == {"sft": "skip", "rl": "skip", "evaluate": "run", "export": "run"}
+    run(whole, "new")
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+
+
+def test_a_last_stage_that_is_none_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="--until is 'sftt', and the stages are sft, rl, evaluate, export"):
+        run_pipeline(chain(tmp_path / "run"), classes=CLASSES, until="sftt")
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_done_is_skipped_with_a_reason_and_not_touched(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from nemo_rl_like.stages.summary import summarize_run
 DEMO_SPEC = Path("configs/demo.yaml")
 
 
-def run(path: Path, overrides: Sequence[str], *, start: Start, plain: bool) -> None:
-    """Run a spec file."""
-    _run(load_spec(path, overrides), start, plain=plain)
+def run(path: Path, overrides: Sequence[str], *, start: Start, plain: bool, until: str | None = None) -> None:
+    """Run a spec file, to the stage `until`."""
+    _run(load_spec(path, overrides), start, plain=plain, until=until)
 
 
 def resume(folder: Path, overrides: Sequence[str], *, plain: bool) -> None:
@@ -53,11 +53,11 @@ def demo_spec() -> Path:
     raise InputError(f"the demo's spec is in neither of {', '.join(map(str, places))}; run it from a source checkout")
 
 
-def _run(spec: ExperimentSpec, start: Start, *, plain: bool) -> None:
+def _run(spec: ExperimentSpec, start: Start, *, plain: bool, until: str | None = None) -> None:
     log_to_stderr()
     terminal = Terminal()
     terminal.banner(banner(spec))
-    result = run_pipeline(spec, start=start, plain=plain)
+    result = run_pipeline(spec, start=start, plain=plain, until=until)
     _report(terminal, spec, result)
 
 

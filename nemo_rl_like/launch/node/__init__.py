@@ -1,0 +1,1 @@
+"""`nrl node`: what a scheduler starts, once on each host of a job."""

@@ -1,0 +1,94 @@
+"""This host's part of Ray: `ray start` as a child that is watched, and that ends with everything below it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_like.artifacts.errors import NrlError
+from nemo_rl_like.cluster import watchdog
+from nemo_rl_like.launch.node.ports import Block
+
+SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+"""Blocked in Ray's daemons: a scheduler sends them to every process of a job, and only `nrl node` answers."""
+_TAIL_BYTES = 2000
+_LONGEST_TEMP_ROOT = 24
+"""Characters: Ray appends about 75 of its own, and a Unix socket's path ends at 107."""
+_FINISH_S = 60.0
+
+
+class RayEnded(NrlError):
+    """Ray's daemons on this host did not start, or ended although nobody asked them to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What this host gives to Ray."""
+
+    cpus: int
+    gpus: int
+    object_store_bytes: int
+
+
+class RayDaemons:
+    """`ray start --block` of one host. Everything it starts belongs to `node_id`, and ends with this process, however it ends."""
+
+    def __init__(self, log: Path) -> None:
+        """`log`: file that receives the daemons' output."""
+        self.node_id = uuid.uuid4().hex[:16]
+        self.log = log
+        self._folder = _folder(self.node_id)
+        self._watchdog = watchdog.start(self.node_id, str(self._folder))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self, block: Block, address: str, resources: Resources, environ: Mapping[str, str], head: str | None
+    ) -> None:
+        """Start Ray at `address`: the head, or a part of the one at `head` (`host:port`)."""
+        place = ["--head", "--include-dashboard=false"] if head is None else [f"--address={head}"]
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={address}", "--block"),
+            *block.flags(head=head is None),
+            *(f"--num-cpus={resources.cpus}", f"--num-gpus={resources.gpus}"),
+            *(f"--object-store-memory={resources.object_store_bytes}", f"--temp-dir={self._folder}"),
+            *("--disable-usage-stats", "--log-style=record", "--log-color=false"),
+        ]
+        env = {**environ, **block.variables(), watchdog.RUN_ID_ENV: self.node_id}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            with self.log.open("ab") as stream:
+                self._process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def check(self) -> None:
+        """Raise RayEnded, with the last lines of its output, when Ray has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            text = self.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").rstrip()
+            raise RayEnded(
+                f"Ray's daemons on this host ended (exit code {self._process.returncode}); {self.log} ends with:\n{text}"
+            )
+
+    def stop(self) -> None:
+        """End every process of this host's Ray and of the driver, and remove its folder."""
+        watchdog.finish(self._watchdog, _FINISH_S)
+        watchdog.kill_run(self.node_id, str(self._folder))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._process is not None:
+            self._process.wait(_FINISH_S)
+
+
+def _folder(node_id: str) -> Path:
+    root = tempfile.gettempdir()
+    folder = Path("/tmp" if len(root) > _LONGEST_TEMP_ROOT else root) / f"nrl-{node_id[:10]}"
+    folder.mkdir(mode=0o700)
+    return folder

@@ -1,0 +1,329 @@
+"""One host of a job, from its start to its end.
+
+Rank 0 makes Ray's head, waits for the others, runs the driver and tells all how it ended; the others join and stay until then. A signal to
+any host is a signal to the driver, which saves. Whatever ends it, nothing of it is left on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from nemo_rl_like.artifacts.errors import StoppedBySignal
+from nemo_rl_like.cluster.environment import allowed
+from nemo_rl_like.cluster.joined import JobCluster
+from nemo_rl_like.launch.node import token
+from nemo_rl_like.launch.node.address import interface_of, own_address, resolve
+from nemo_rl_like.launch.node.daemons import RayDaemons, Resources
+from nemo_rl_like.launch.node.devices import count_devices
+from nemo_rl_like.launch.node.driver import Driver
+from nemo_rl_like.launch.node.place import Place, read_place
+from nemo_rl_like.launch.node.ports import Block, blocks, take
+from nemo_rl_like.launch.node.rendezvous import Gathering, HostLost, Membership, Self
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.loader import load_spec
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_GIB = 1 << 30
+_ANSWERED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def run_node(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    join: str | None = None,
+    until: str | None = None,
+    stop_file: Path | None = None,
+) -> int:
+    """This host's part of the job that a spec describes; returns the driver's exit code, on every host.
+
+    Args:
+        path: the spec; a token beside it, or `RAY_AUTH_TOKEN_PATH`, is the job's secret.
+        overrides: `a.b.c=value`, the same on every host.
+        join: `HOST:PORT` of the first host, where no scheduler says it.
+        until: last stage to run; default: all.
+        stop_file: once this file is there, the driver is told to save and stop, as by SIGUSR1. For schedulers whose signals reach every
+            process of a job.
+
+    Raises:
+        PlaceError, SpecError: before anything is started.
+        DevicesMissing, HostsMissing, HostLost, RayEnded, PortsTaken, NoAddress: what the cluster lacks, by name.
+    """
+    spec = load_spec(path, overrides)
+    place = read_place(os.environ, nodes=spec.launch.nodes, join=join)
+    arguments = ["run", str(path), *overrides, "--resume", "--plain", *(["--until", until] if until else [])]
+    with _Signals.heard(stop_file) as signals:
+        host = _Host(spec, place, path.parent, arguments, signals)
+        try:
+            return host.run()
+        except _Stopped as stop:
+            logger.info("stopped by %s before the driver had started", stop)
+            return StoppedBySignal.exit_code
+
+
+class _Stopped(Exception):
+    """A signal came before there was a driver."""
+
+
+@dataclass(slots=True)
+class _Signals:
+    """Signals that came and were not yet answered."""
+
+    stop_file: Path | None = None
+    waiting: list[int] = field(default_factory=list)
+
+    @classmethod
+    @contextmanager
+    def heard(cls, stop_file: Path | None) -> Iterator[_Signals]:
+        """Remember the signals that a scheduler sends, from the main thread, until the end of the block."""
+        found = cls(stop_file)
+        before = {number: signal.signal(number, found._remember) for number in _ANSWERED}
+        try:
+            yield found
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.waiting.append(number)
+
+    def take(self) -> list[int]:
+        """Those that came since the last look; the stop file counts as SIGUSR1, once."""
+        if self.stop_file is not None and self.stop_file.exists():
+            self.stop_file = None
+            self.waiting.append(signal.SIGUSR1)
+        came = list(self.waiting)
+        del self.waiting[: len(came)]
+        return came
+
+    def check(self) -> None:
+        """Raise _Stopped if one came."""
+        for number in self.take():
+            raise _Stopped(signal.Signals(number).name)
+
+
+class _Host:
+    """What this host does for its job."""
+
+    def __init__(
+        self, spec: ExperimentSpec, place: Place, folder: Path, arguments: Sequence[str], signals: _Signals
+    ) -> None:
+        self.spec, self.launch, self.place = spec, spec.launch, place
+        self.arguments, self.signals = arguments, signals
+        self.name = place.names[place.rank] if place.names and place.rank is not None else socket.gethostname()
+        self.devices = 0 if place.ray_address else count_devices(spec.launch, self.name)
+        self.token = self._find_token(folder)
+
+    def run(self) -> int:
+        """The part that the place asks for."""
+        daemons = RayDaemons(self._log_file())
+        try:
+            if self.place.ray_address is not None or self.place.nodes == 1:
+                return self._alone()
+            return self._lead(daemons) if self.place.is_head else self._follow(daemons)
+        finally:
+            daemons.stop()
+
+    def _alone(self) -> int:
+        """One host, or a Ray that others have started: the driver does all."""
+        total = self.launch.nodes * self.launch.devices_per_node
+        return self._drive(self._cluster(self.place.ray_address, total), lambda driver: None)
+
+    def _lead(self, daemons: RayDaemons) -> int:
+        block, listener = take(self.launch.ports, self.place.key)
+        in_pod = self.place.source == "kubernetes"  # its service may not have named it yet
+        address = own_address(None if in_pod else self.place.head or self.name, self.launch.addresses)
+        gathering = Gathering(
+            listener, self.place, self._self(), token=self._secret(), lost_after_s=self.launch.lost_after_s
+        )
+        code = 1
+        try:
+            daemons.start(block, address, self._resources(), self._daemon_environ(address), None)
+            self._wait_for_port(daemons, address, block)
+            gathering.open(f"{address}:{block.gcs}")
+            if self.place.source == "alone":
+                logger.info("on each other host: nrl node SPEC --join %s:%d", address, block.first)
+            total = gathering.wait_for_all(self.launch.start_timeout_s, self._watch(daemons))
+            code = self._drive(self._cluster(f"{address}:{block.gcs}", total), self._attend(daemons, gathering))
+            return code
+        finally:
+            gathering.end(code)
+
+    def _attend(self, daemons: RayDaemons, gathering: Gathering) -> Callable[[Driver], None]:
+        """What rank 0 looks at while the driver runs."""
+
+        def look(driver: Driver) -> None:
+            daemons.check()
+            while not gathering.events.empty():
+                event = gathering.events.get()
+                if event.kind == "lost":
+                    driver.lose(event.text)
+                else:
+                    logger.info("%s", event.text)
+                    driver.tell(event.number)
+
+        return look
+
+    def _follow(self, daemons: RayDaemons) -> int:
+        self.signals.stop_file = None  # the head reads it
+        block, holder = take(self.launch.ports, f"{self.place.key}-{self.name}")
+        with holder:
+            member = self._join()
+            try:
+                environ = self._daemon_environ(member.address)
+                daemons.start(block, member.address, self._resources(), environ, member.ray_address)
+                return self._stay(daemons, member)
+            except Exception as error:
+                member.tell({"say": "failed", "why": str(error)[:2000]})
+                raise
+            finally:
+                member.close()
+
+    def _join(self) -> Membership:
+        place = self.place
+        ports = [place.port] if place.port is not None else [b.first for b in blocks(self.launch.ports, place.key)]
+        return Membership.join(
+            place,
+            self._self(),
+            lambda: resolve(str(place.head), self.launch.addresses),
+            ports,
+            token=self._secret(),
+            lost_after_s=self.launch.lost_after_s,
+            seconds=self.launch.start_timeout_s,
+            check=self.signals.check,
+            source=self.launch.addresses.get(self.name),
+        )
+
+    def _stay(self, daemons: RayDaemons, member: Membership) -> int:
+        """Wait for the end; returns the driver's exit code."""
+        while True:
+            for number in self.signals.take():
+                member.tell({"say": "stop", "signal": number})
+            if not member.events.empty():
+                event = member.events.get()
+                if event.kind == "lost":
+                    raise HostLost(
+                        f"rank {member.rank} ({self.name}): {event.text}; this host's part of the job is ended"
+                    )
+                logger.info("%s", event.text)
+                return event.number
+            daemons.check()
+            time.sleep(_POLL_S)
+
+    def _drive(self, cluster: JobCluster, look: Callable[[Driver], None]) -> int:
+        self.signals.check()
+        driver = Driver(self.arguments, self._driver_environ(cluster), lost_after_s=self.launch.lost_after_s)
+        try:
+            while (code := driver.poll()) is None:
+                look(driver)
+                for number in self.signals.take():
+                    driver.tell(number)
+                time.sleep(_POLL_S)
+        finally:
+            driver.kill()
+        return code
+
+    def _cluster(self, address: str | None, devices: int) -> JobCluster:
+        return JobCluster(
+            address=address,
+            auth=self._auth(),
+            kind=self.launch.accelerator,
+            devices=devices,
+            nodes=self.launch.nodes,
+            variables=tuple(self.launch.environment),
+        )
+
+    def _auth(self) -> Literal["token", "disabled"]:
+        """Ray's mode: that of a Ray which runs already, none on one host, else as asked."""
+        if self.place.ray_address is not None:
+            return "token" if os.environ.get("RAY_AUTH_MODE") == "token" else "disabled"
+        return self.launch.auth if self.place.nodes > 1 else "disabled"
+
+    def _find_token(self, folder: Path) -> Path | None:
+        if self.place.ray_address is not None or self._auth() == "disabled":
+            return None
+        return token.find(folder)
+
+    def _secret(self) -> bytes:
+        return b"" if self.token is None else self.token.read_bytes().strip()
+
+    def _self(self) -> Self:
+        return Self(self.name, self.devices)
+
+    def _resources(self) -> Resources:
+        on_cpu = self.launch.accelerator == "cpu"
+        cores = len(os.sched_getaffinity(0))
+        return Resources(
+            cpus=self.devices if on_cpu else max(cores, self.devices),
+            gpus=0 if on_cpu else self.devices,
+            object_store_bytes=int(self.spec.cluster.object_store_gib * _GIB),
+        )
+
+    def _environ(self) -> dict[str, str]:
+        """What every process of the job has: the allow-list, the spec's variables, and how Ray knows its own."""
+        found = allowed(os.environ) | self.launch.environment | {"RAY_AUTH_MODE": self._auth()}
+        found.pop("RAY_ADDRESS", None)
+        if self.token is not None:
+            found[token.PATH_ENV] = str(self.token.resolve())
+        return found
+
+    def _daemon_environ(self, address: str) -> dict[str, str]:
+        found = self._environ() | {
+            "RAY_worker_niceness": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+            "RAY_gcs_server_port_wait_time_s": str(int(self.launch.start_timeout_s)),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(max(1, int(self.launch.lost_after_s))),
+        }
+        interface = interface_of(address)
+        if interface is not None:
+            found.setdefault("GLOO_SOCKET_IFNAME", interface)
+        return found
+
+    def _driver_environ(self, cluster: JobCluster) -> dict[str, str]:
+        """Secrets by the names that the spec lists reach the driver alone."""
+        secrets = {ref.env: os.environ[ref.env] for ref in self.spec.secrets.values() if ref.env in os.environ}
+        return self._environ() | secrets | cluster.variable()
+
+    def _wait_for_port(self, daemons: RayDaemons, address: str, block: Block) -> None:
+        check = self._watch(daemons)
+        end = time.monotonic() + self.launch.start_timeout_s
+        while True:
+            try:
+                socket.create_connection((address, block.gcs), 1.0).close()
+                return
+            except OSError as error:
+                check()
+                if time.monotonic() > end:
+                    raise HostLost(
+                        f"Ray's head did not open {address}:{block.gcs} within {self.launch.start_timeout_s:g} s ({error}); "
+                        f"look at {daemons.log}, or raise `launch.start_timeout_s`"
+                    ) from error
+                time.sleep(_POLL_S)
+
+    def _watch(self, daemons: RayDaemons) -> Callable[[], None]:
+        """What ends a wait early: a signal, or the end of Ray."""
+
+        def check() -> None:
+            self.signals.check()
+            daemons.check()
+
+        return check
+
+    def _log_file(self) -> Path:
+        folder = Path(f"{self.spec.output}.jobs") / "nodes"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{self.name}-{os.getpid()}.ray.log"

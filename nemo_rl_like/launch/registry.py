@@ -1,0 +1,47 @@
+"""The targets by name; each is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import cast
+
+from nemo_rl_like.artifacts.errors import SubmitError
+from nemo_rl_like.launch.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a target is, and what only some of them can."""
+
+    path: str
+    """`pkg.mod:Class`, made without arguments."""
+    arrays: bool = False
+    """One submission may hold several seeds (`Job.seeds`)."""
+    chains: bool = False
+    """A job may wait for another's success (`Job.after`)."""
+
+
+TARGETS = {
+    "local": Entry("nemo_rl_like.launch.local:LocalTarget"),
+    "slurm": Entry("nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True),
+    "kubernetes": Entry("nemo_rl_like.launch.kubernetes.target:KubernetesTarget"),
+    "container": Entry("nemo_rl_like.launch.container:ContainerTarget"),
+}
+
+
+def entry(name: str) -> Entry:
+    """The registered target. Raises SubmitError for a name that is none."""
+    if name not in TARGETS:
+        raise SubmitError(f"there is no target {name!r}; the targets are {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def target(name: str) -> Target:
+    """A target. Raises SubmitError for a name that is none, or whose code or packages are not installed."""
+    module, _, attribute = entry(name).path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise SubmitError(f"target {name} needs the module {error.name}, which is not installed here") from error
+    return cast(Target, found())

@@ -1,0 +1,141 @@
+"""The Slurm target: sbatch, scontrol, sacct and scancel, each under a deadline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_rl_like.artifacts.errors import SubmitError
+from nemo_rl_like.cluster.environment import allowed
+from nemo_rl_like.launch.client import call, output_of
+from nemo_rl_like.launch.lines import lines
+from nemo_rl_like.launch.local import CANCELLED
+from nemo_rl_like.launch.slurm.script import NAME, problems, script
+from nemo_rl_like.launch.target import Job, JobStatus, Rendered, State
+
+_STATES: Mapping[str, State] = {
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"), "queued"),
+    **dict.fromkeys(
+        ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"),
+        "running",
+    ),
+    "COMPLETED": "done",
+    **dict.fromkeys(("CANCELLED", "REVOKED"), "cancelled"),
+    **dict.fromkeys(
+        ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"), "failed"
+    ),
+}
+_FIRST: tuple[State, ...] = ("running", "queued", "failed", "cancelled", "unknown", "done")
+"""An array is in the first of these states that one of its tasks is in."""
+
+
+class SlurmTarget:
+    """A Slurm cluster, by its own commands; `SLURM_CONF` and the user's rights are theirs."""
+
+    name = "slurm"
+
+    def problems(self, job: Job) -> list[str]:
+        """What Slurm cannot honour of the job, or what its script cannot hold."""
+        return problems(job)
+
+    def render(self, job: Job) -> Rendered:
+        """The job script."""
+        return Rendered({NAME: script(job)}, ("sbatch", "--parsable", str(job.folder / NAME)))
+
+    def dry_run(self, job: Job, rendered: Rendered) -> None:
+        """`sbatch --test-only`. Raises SubmitError with its words."""
+        output_of(("sbatch", "--test-only"), text=rendered.files[NAME], environ=_environ(job))
+
+    def submit(self, job: Job, rendered: Rendered) -> str:
+        """The id of the job, with the allow-list of variables and the secrets that the spec names. Raises SubmitError."""
+        return output_of(rendered.command, environ=_environ(job)).strip().partition(";")[0]
+
+    def status(self, job_id: str, folder: Path) -> JobStatus:
+        """What slurmctld knows; what accounting keeps once it has forgotten."""
+        asked = call(("scontrol", "-o", "show", "job", job_id))
+        tasks = [_fields(line) for line in asked.stdout.splitlines() if line.startswith("JobId=")]
+        if not tasks and "Invalid job id" not in asked.stderr:
+            raise SubmitError(f"`scontrol` refused (exit code {asked.returncode}): {asked.stderr.strip()}")
+        rows = [(t["JobState"], t.get("ExitCode", ""), t.get("Reason", "")) for t in tasks] or _accounted(job_id)
+        found = [_status(*row) for row in rows] or [
+            JobStatus("unknown", "slurmctld has forgotten the job, and there is no accounting")
+        ]
+        worst = min(found, key=lambda one: _FIRST.index(one.state))
+        if worst.state == "failed" and (folder / CANCELLED).exists():
+            worst = replace(worst, state="cancelled")
+        detail = "; ".join(dict.fromkeys(one.detail for one in found))
+        hours = _gpu_hours(job_id)
+        return JobStatus(worst.state, detail if hours is None else f"{detail}; {hours:.2f} GPU hours", worst.exit_code)
+
+    def logs(self, job_id: str, folder: Path, *, follow: bool) -> Iterator[str]:
+        """Lines of the job's log, or of every task's."""
+        ended = lambda: self.status(job_id, folder).state not in ("queued", "running")  # noqa: E731
+        return lines(lambda: sorted(folder.glob("log*.txt")), follow=follow, ended=ended)
+
+    def cancel(self, job_id: str, folder: Path) -> None:
+        """A job that runs is told to save and end, and is not started again; one that was told before, or waits, is ended by `scancel`."""
+        told, mark = (folder / CANCELLED).exists(), folder / CANCELLED
+        mark.touch()
+        running = self.status(job_id, folder).state == "running"
+        how = ("--batch", "--signal=USR1") if running and not told else ()
+        done = call(("scancel", *how, job_id))
+        over = ("already completing or completed", "Invalid job id")
+        if done.returncode != 0 and not any(words in done.stderr for words in over):
+            raise SubmitError(f"`scancel` refused (exit code {done.returncode}): {done.stderr.strip()}")
+
+
+def _environ(job: Job) -> dict[str, str]:
+    """What sbatch hands on to the job: never the rest of the submitter's environment."""
+    secrets = {ref.env: os.environ[ref.env] for ref in job.spec.secrets.values() if ref.env in os.environ}
+    own = {name: value for name, value in os.environ.items() if name == "SLURM_CONF"}
+    found = allowed(os.environ) | secrets | own
+    found.pop("RAY_ADDRESS", None)
+    return found
+
+
+def _fields(line: str) -> dict[str, str]:
+    """`Key=Value` words of one line of `scontrol -o`; values with blanks keep their first word."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def _status(state: str, exit_code: str, reason: str) -> JobStatus:
+    name = state.split()[0].rstrip("+")
+    code, _, number = exit_code.partition(":")
+    words = [
+        name,
+        *([reason] if reason not in ("", "None") else []),
+        *([f"exit code {exit_code}"] if exit_code else []),
+    ]
+    known = _STATES.get(name, "unknown")
+    ended = known not in ("queued", "running") and code.isdigit()
+    value = (int(code) or (128 + int(number or 0) if number not in ("", "0") else 0)) if ended else None
+    return JobStatus(known, ", ".join(words), value)
+
+
+def _accounted(job_id: str) -> list[tuple[str, str, str]]:
+    """State and exit code by accounting; nothing where there is none."""
+    rows = _sacct(job_id, "State,ExitCode")
+    return [(state, code, "") for state, code, *_ in rows]
+
+
+def _gpu_hours(job_id: str) -> float | None:
+    rows = _sacct(job_id, "ElapsedRaw,AllocTRES")
+    if not rows:
+        return None
+    return sum(int(seconds or 0) * _gpus(tres) for seconds, tres, *_ in rows) / 3600
+
+
+def _gpus(tres: str) -> int:
+    counts = dict(part.split("=", 1) for part in tres.split(",") if "=" in part)
+    return int(counts.get("gres/gpu", 0))
+
+
+def _sacct(job_id: str, columns: str) -> list[list[str]]:
+    """Rows of accounting; none where the cluster keeps no accounts."""
+    try:
+        done = call(("sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={job_id}", f"--format={columns}"))
+    except SubmitError:
+        return []
+    return [line.split("|") for line in done.stdout.splitlines() if line] if done.returncode == 0 else []

@@ -1,0 +1,189 @@
+"""A real Slurm of four hosts on this one: munged, slurmctld and four slurmd of our own, in a folder of our own, with a double of pyxis."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = 4
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "gcc")
+ADDRESSES = {f"node{i}": f"127.0.0.{i + 1}" for i in range(1, NODES + 1)}
+"""Each host has a loopback address of its own."""
+CONF = """
+ClusterName=sim
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPort={port}
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+ReturnToService=2
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool/%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_min_interval=0,sched_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+GresTypes=gpu
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MailProg=/bin/true
+MinJobAge=3600
+KillWait=30
+SlurmdTimeout=20
+{nodes}
+PartitionName=batch Nodes=node[1-{last}] Default=YES MaxTime=24:00:00 DefMemPerCPU=200 State=UP
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster. Commands that have `environ` talk to it."""
+
+    folder: Path
+    environ: dict[str, str]
+
+    def call(self, *command: str) -> str:
+        """What a command prints."""
+        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, (command, done.stderr)
+        return done.stdout
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """Fields of a job by `scontrol`."""
+        words = self.call("scontrol", "-o", "show", "job", job_id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, job_id: str, *states: str, seconds: float = 240.0) -> dict[str, str]:
+        """Wait until a job is in one of the states; its fields."""
+        end = time.monotonic() + seconds
+        while (found := self.job(job_id))["JobState"] not in states:
+            assert time.monotonic() < end, found
+            time.sleep(0.2)
+        return found
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Cluster]:
+    """The cluster, until the end of the block. Its daemons are children of this process, in the foreground."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    assert not missing, f"not installed: {', '.join(missing)}; run `make install-system`"
+    _write_conf(folder)
+    environ = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(), "HOME": str(folder), "LANG": "C.UTF-8"}
+    environ |= {
+        name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE") if name in os.environ
+    }
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in _commands(folder):
+            log = (folder / "daemons.log").open("ab")
+            started.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
+            if command[0] == "munged":
+                _wait_for(folder / "munge.socket")
+        cluster = Cluster(folder, environ)
+        _wait_until_idle(cluster)
+        yield cluster
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in reversed(started):
+            _ended(process)
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+def _write_conf(folder: Path) -> None:
+    folder.chmod(0o755)
+    for name in ("state", "spool", "dev"):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    host = socket.gethostname().partition(".")[0]
+    ports = _free_ports(NODES + 1)
+    gres = " Gres=gpu:h100:8" if _make_gpus(folder) else ""
+    size = f"CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=8000{gres} State=UNKNOWN"
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} {size}"
+        for (name, address), port in zip(ADDRESSES.items(), ports[1:], strict=True)
+    )
+    plugin = folder / "pyxis.so"
+    source = Path(__file__).with_name("pyxis_double.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(plugin), str(source)], check=True)
+    (folder / "plugstack.conf").write_text(f"required {plugin}\n")
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    text = CONF.format(host=host, folder=folder, port=ports[0], nodes=nodes, last=NODES, user=user)
+    (folder / "slurm.conf").write_text(text)
+
+
+def _make_gpus(folder: Path) -> bool:
+    """Device files that stand for GPUs; only root may make them."""
+    if os.getuid() != 0:
+        return False
+    for i in range(8):
+        os.mknod(folder / "dev" / f"gpu{i}", 0o20666, os.makedev(1, 3))
+    line = f"NodeName=node[1-{NODES}] Name=gpu Type=h100 Count=8 File={folder}/dev/gpu[0-7]\n"
+    (folder / "gres.conf").write_text(line)
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    found: list[int] = []
+    for port in range(6817, 11000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free ports")
+
+
+def _commands(folder: Path) -> list[Sequence[str]]:
+    munge = {name: folder / f"munge.{name}" for name in ("key", "socket", "pid", "log", "seed")}
+    files = [f"--{name}-file={munge[name]}" for name in ("key", "pid", "log", "seed")]
+    slurmd = [("slurmd", "-D", "-N", name) for name in ADDRESSES]
+    return [("munged", "--foreground", "--force", f"--socket={munge['socket']}", *files), ("slurmctld", "-D"), *slurmd]
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def _wait_until_idle(cluster: Cluster) -> None:
+    end = time.monotonic() + 60
+    while cluster.call("sinfo", "-h", "-o", "%T %D").strip() != f"idle {NODES}":
+        assert time.monotonic() < end, (cluster.folder / "daemons.log").read_text()[-2000:]
+        time.sleep(0.1)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

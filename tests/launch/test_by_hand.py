@@ -1,0 +1,103 @@
+"""Jobs without a scheduler: hosts of network namespaces that a person starts one by one."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts import Host, connected
+from tests.launch.jobs import steps_done, wait_until, write_job
+from tests.stages.killing import finish, outcome
+
+pytestmark = pytest.mark.service
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with connected(2) as found:
+        yield found
+
+
+class HandMade:
+    """Two hosts of one job, started by hand."""
+
+    def __init__(self, hosts: list[Host], spec: Path, folder: Path, number: int) -> None:
+        self.logs = [folder / f"host-{number}-{i}.log" for i in range(2)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes.append(hosts[0].start(["node", str(spec)], self.logs[0]))
+        wait_until(lambda: self._join() is not None, lambda: self.text(0))
+        self.processes.append(hosts[1].start(["node", str(spec), "--join", str(self._join())], self.logs[1]))
+
+    def _join(self) -> str | None:
+        found = re.search(r"--join (\S+)", self.text(0))
+        return found.group(1) if found else None
+
+    def text(self, i: int) -> str:
+        return self.logs[i].read_text() if self.logs[i].exists() else ""
+
+    def ended(self, seconds: float) -> list[int]:
+        return [process.wait(seconds) for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> tuple[Path, Path]:
+    """A spec for two hosts with a token beside it, and its output folder."""
+    output = tmp_path / "run"
+    spec = write_job(tmp_path, output, steps=6, addresses={})
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    return spec, output
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_and_returns_ends_the_run_and_a_resumed_one_equals_never_cut(
+    hosts: list[Host], job: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Each side ends in bounded time with an error that names the other; the second start goes on from the last checkpoint."""
+    spec, output = job
+    first = HandMade(hosts, spec, tmp_path, 1)
+    try:
+        wait_until(lambda: steps_done(output) >= 3, lambda: first.text(0) + first.text(1))
+        hosts[1].cut()
+        cut_at = time.monotonic()
+        codes = first.ended(240)
+        assert time.monotonic() - cut_at < 240 and 0 not in codes, codes
+        assert "was lost: no word for 20 s" in first.text(0)
+        assert "the head was lost: no word for 20 s" in first.text(1)
+    finally:
+        first.kill()
+    hosts[1].mend()
+    assert steps_done(output) < 6, "it must be cut in the middle, or this test shows nothing"
+    second = HandMade(hosts, spec, tmp_path, 2)
+    try:
+        assert second.ended(240) == [0, 0], second.text(0)[-3000:]
+    finally:
+        second.kill()
+    alone = tmp_path / "alone"
+    reference = write_job(tmp_path, alone, steps=6, addresses={})
+    assert finish(["run", str(reference), "cluster.devices=2"], tmp_path / "alone.log") == 0
+    assert outcome(output) == outcome(alone)
+
+
+def test_a_host_that_nobody_joins_says_who_is_missing(
+    hosts: list[Host], job: tuple[Path, Path], tmp_path: Path
+) -> None:
+    spec, output = job
+    process = hosts[0].start(["node", str(spec), "launch.start_timeout_s=20"], tmp_path / "log")
+    assert process.wait(120) == 1
+    text = (tmp_path / "log").read_text()
+    assert "after 20 s 1 of 2 hosts are there (this host), missing: 1 more" in text or "missing: rank 1" in text
+    assert not output.exists(), "nothing was started that costs"

@@ -1,0 +1,124 @@
+"""Laws of one host's part: what its processes are told, its token, its devices, its address."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.cluster.devices import Devices, visible_devices
+from nemo_rl_like.cluster.joined import ENV, JobCluster, of_environment
+from nemo_rl_like.launch.node import devices as devices_module
+from nemo_rl_like.launch.node import token
+from nemo_rl_like.launch.node.address import NoAddress, interface_of, own_address, resolve
+from nemo_rl_like.launch.node.devices import DevicesMissing, count_devices
+from nemo_rl_like.launch.node.node import _Host, _Signals, run_node
+from nemo_rl_like.launch.node.place import Place, PlaceError
+from nemo_rl_like.spec.cluster import ClusterSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.launch import LaunchSpec
+from nemo_rl_like.spec.loader import resolved_yaml
+
+
+def spec_of(**launch: Any) -> ExperimentSpec:
+    values = {
+        "output": "run",
+        "model": {"init": {}, "tokenizer": {"characters": "0123456789+="}},
+        "environment": {"name": "arithmetic"},
+        "stages": [{"kind": "evaluate"}],
+        "secrets": {"HUB": {"env": "MY_HUB_TOKEN"}},
+        "launch": {"accelerator": "cpu", "devices_per_node": 2, **launch},
+    }
+    return ExperimentSpec.model_validate(values)
+
+
+def host_of(tmp_path: Path, place: Place, **launch: Any) -> _Host:
+    return _Host(spec_of(nodes=place.nodes, **launch), place, tmp_path, [], _Signals())
+
+
+def test_secrets_reach_the_driver_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(token.PATH_ENV, raising=False)
+    for name in ("MY_HUB_TOKEN", "OTHER_API_KEY", "SLURM_JOB_ID", "PMI_RANK"):
+        monkeypatch.setenv(name, "hidden")
+    path = token.make(tmp_path)
+    host = host_of(tmp_path, Place("alone", 2, 0), environment={"MINE": "1"})
+    ray, driver = host._daemon_environ("127.0.0.1"), host._driver_environ(host._cluster("10.0.0.1:12001", 4))
+    assert "hidden" not in ray.values() and [name for name, value in driver.items() if value == "hidden"] == [
+        "MY_HUB_TOKEN"
+    ]
+    for environ in (ray, driver):
+        assert environ["MINE"] == "1" and environ["RAY_AUTH_MODE"] == "token"
+        assert environ["RAY_AUTH_TOKEN_PATH"] == str(path) and path.read_text() not in environ.values()
+    assert ray["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_the_driver_learns_of_the_jobs_cluster_from_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = host_of(tmp_path, Place("alone", 2, 0), auth="disabled", environment={"MINE": "1"})
+    cluster = host._cluster("10.0.0.1:12001", 4)
+    assert (
+        of_environment(cluster.variable())
+        == cluster
+        == JobCluster("10.0.0.1:12001", "disabled", "cpu", 4, 2, ("MINE",))
+    )
+    monkeypatch.setenv(ENV, cluster.variable()[ENV])
+    assert visible_devices(ClusterSpec()) == Devices("cpu", 4)
+    assert visible_devices(ClusterSpec(devices=3)) == Devices("cpu", 3)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "x", json.dumps({"address": "a", "other": 1})])
+def test_a_cluster_that_nobody_wrote_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="NRL_CLUSTER is"):
+        of_environment({ENV: text})
+
+
+def test_one_host_needs_no_token_and_several_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(token.PATH_ENV, raising=False)
+    assert host_of(tmp_path, Place("alone", 1, 0))._environ()["RAY_AUTH_MODE"] == "disabled"
+    with pytest.raises(SpecError, match=r"`launch\.auth` is token, and there is no .*RAY_AUTH_TOKEN_PATH"):
+        host_of(tmp_path, Place("alone", 2, 0))
+    made = token.make(tmp_path)
+    assert made.stat().st_mode & 0o777 == 0o600 and len(made.read_text()) == 64
+    first = made.read_text()
+    assert token.make(tmp_path).read_text() != first
+    made.chmod(0o640)
+    with pytest.raises(SpecError, match=r"may be read by others \(mode 0640\).*chmod 600"):
+        host_of(tmp_path, Place("alone", 2, 0))
+
+
+def test_gpus_are_counted_inside_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_module, "visible_gpus", lambda: 4)
+    assert count_devices(LaunchSpec(devices_per_node=4), "node1") == 4
+    assert count_devices(LaunchSpec(devices_per_node=2), "node1") == 2, "the rest of the host is not the job's"
+    with pytest.raises(DevicesMissing, match=r"`launch\.devices_per_node` is 8, but node1 shows 4 GPUs"):
+        count_devices(LaunchSpec(devices_per_node=8), "node1")
+
+
+def test_an_address_is_named_or_resolved_or_refused_with_the_fix() -> None:
+    known = {"node7": "10.0.0.7"}
+    assert resolve("node7", known) == own_address("node7", known) == "10.0.0.7"
+    assert resolve("localhost", {}) == "127.0.0.1"
+    with pytest.raises(NoAddress, match=r"host 'no-such-host\.invalid'.*`launch\.addresses`"):
+        resolve("no-such-host.invalid", {})
+    assert interface_of("127.0.0.5") == "lo" and interface_of("203.0.113.9") is None
+
+
+def test_a_name_for_loopback_is_of_no_use_to_others() -> None:
+    try:
+        assert not own_address("localhost", {}).startswith("127.")
+    except NoAddress as error:
+        assert "no default route" in str(error)
+
+
+def test_a_contradicting_place_ends_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(resolved_yaml(spec_of(nodes=2).model_copy(update={"output": str(tmp_path / "run")})))
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(PlaceError, match="by kubernetes and by ray"):
+        run_node(path)
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,185 @@
+"""Laws of the job script: whatever a field holds, the script's structure stays; what it cannot hold is refused by name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from nemo_rl_like.launch.slurm.script import NAME
+from nemo_rl_like.launch.slurm.target import SlurmTarget, _status
+from nemo_rl_like.launch.submit import Request, _job, _specs
+from nemo_rl_like.launch.target import Job
+from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.loader import load_spec
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = [
+    '"',
+    "'",
+    "`",
+    "$(touch x)",
+    "; touch x",
+    "\n#SBATCH --uid=0",
+    "\\",
+    " --wrap=x",
+    "#",
+    "%j",
+    "${HOME}",
+    "|",
+    "&",
+    "é",
+]
+VALUES: dict[str, Any] = {
+    "output": "/shared/run",
+    "name": "exp",
+    "model": {"init": {}, "tokenizer": {"characters": "0123456789+="}},
+    "environment": {"name": "arithmetic"},
+    "stages": [{"kind": "evaluate", "name": "last"}],
+}
+WORDS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "gres_type", "comment", "mail_user")
+
+
+def job_of(
+    launch: dict[str, Any] | None = None, *, folder: str = "/shared/run.jobs/0001", cwd: str = "/home/me", **top: Any
+) -> Job:
+    spec = ExperimentSpec.model_validate({**VALUES, **top, "launch": launch or {}})
+    found = _job(Request(spec, "slurm", Path(cwd)), Path(folder))
+    return found
+
+
+def rendered(job: Job) -> str:
+    return SlurmTarget().render(job).files[NAME]
+
+
+def structure(script: str) -> list[str]:
+    """The script without what stands in its fields: option names of the directives, and the body with its words blanked."""
+    lines = script.splitlines()
+    directives = [line.partition("=")[0] for line in lines if line.startswith("#SBATCH")]
+    body = [line for line in lines if not line.startswith("#SBATCH")]
+    return directives + [flag_of(line) if "--container-" in line else line for line in body]
+
+
+def flag_of(line: str) -> str:
+    """The name of a flag of srun that stands alone on its line, as one word to the shell."""
+    (word,) = shlex.split(line.removesuffix("\\"))
+    return word.partition("=")[0]
+
+
+text = st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=4)), min_size=1, max_size=3).map("".join)
+
+
+@settings(deadline=None, max_examples=150)
+@given(field=st.sampled_from((*WORDS, "image", "mount")), value=text)
+def test_no_text_of_a_field_changes_the_scripts_structure(field: str, value: str) -> None:
+    def launch_with(words: str) -> dict[str, Any]:
+        base: dict[str, Any] = {"image": "nvcr.io/nvidia/x:1", "mounts": [{"source": "/a", "target": "/a"}]}
+        if field == "image":
+            return base | {"image": words}
+        if field == "mount":
+            return base | {"mounts": [{"source": f"/{words}", "target": "/a"}]}
+        return base | {"slurm": {field: words}}
+
+    try:
+        job = job_of(launch_with(value))
+    except ValidationError as error:
+        assert field in str(error), error
+        return
+    if SlurmTarget().problems(job):
+        return
+    script = rendered(job)
+    assert structure(script) == structure(rendered(job_of(launch_with("harmless"))))
+    flags = script[script.index("srun --kill") :].partition(" &\n")[0]
+    assert len(shlex.split(flags.replace("\\\n", " "))) == 12, "one word a flag, as the shell sees it"
+
+
+@settings(deadline=None, max_examples=80)
+@given(name=text, path=text)
+def test_names_and_paths_are_made_harmless_or_refused(name: str, path: str) -> None:
+    job = job_of(name=name, folder=f"/shared/{path}.jobs/0001", cwd=f"/home/{path}")
+    safe = re.fullmatch(r"[\w./@+=:-]*", path, re.ASCII) is not None
+    assert bool(SlurmTarget().problems(job)) is not safe
+    if safe:
+        blank = [line.replace(str(job.folder), "/shared/run.jobs/0001") for line in structure(rendered(job))]
+        assert blank == structure(rendered(job_of()))
+    assert re.fullmatch(r"[A-Za-z0-9-]+", job.name)
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ({"mounts": [{"source": "/a", "target": "/b"}]}, "`launch.mounts` is given without `launch.image`"),
+        ({"image": "x", "mounts": [{"source": "/a:b", "target": "/b"}]}, "pyxis takes no"),
+        ({"accelerator": "cpu", "slurm": {"gres_type": "h100"}}, "`launch.slurm.gres_type` is h100"),
+        ({"slurm": {"mail_type": ["END"]}}, "`launch.slurm.mail_type`"),
+    ],
+)
+def test_what_slurm_cannot_honour_is_named(launch: dict[str, Any], words: str) -> None:
+    assert any(words in problem for problem in SlurmTarget().problems(job_of(launch)))
+
+
+def test_secrets_do_not_stand_among_variables() -> None:
+    with pytest.raises(ValidationError, match="WANDB_API_KEY looks like a secret"):
+        job_of({"environment": {"WANDB_API_KEY": "x"}})
+
+
+def test_a_job_that_would_be_told_to_save_after_its_end_is_refused() -> None:
+    with pytest.raises(ValidationError, match="`save_before_end_s` is 300, and the job ends after 300 s"):
+        job_of({"time_limit_min": 5})
+
+
+def test_a_job_without_gpus_asks_for_none() -> None:
+    assert "gres" not in rendered(job_of({"accelerator": "cpu"}))
+
+
+def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
+    assert shutil.which("shellcheck"), "not installed; run `make install-system`"
+    launch = {"image": "nvcr.io/nvidia/x:1", "time_limit_min": 60, "slurm": {"comment": "two words"}}
+    for number, job in enumerate((job_of(launch), job_of(), job_of({"nodes": 4}))):
+        (tmp_path / f"{number}.sh").write_text(rendered(job))
+    subprocess.run(["shellcheck", *map(str, sorted(tmp_path.iterdir()))], check=True)
+
+
+def test_the_reference_script_is_what_its_spec_renders_to() -> None:
+    """slurm/example.sh is for reading; it must not grow old."""
+    spec = load_spec(ROOT / "slurm" / "example.yaml")
+    request = Request(spec, "slurm", Path("/lustre/me/project"))
+    job = _job(request, Path("/lustre/me/project/runs/example.jobs/0001"))
+    assert SlurmTarget().problems(job) == []
+    assert (ROOT / "slurm" / "example.sh").read_text() == rendered(job)
+    assert len(rendered(job).splitlines()) < 60
+
+
+def test_an_array_has_one_spec_and_one_output_a_seed() -> None:
+    job = _job(Request(job_of().spec, "slurm", Path("/home/me"), (3, 7)), Path("/shared/run.jobs/0001"))
+    assert "#SBATCH --array=3,7\n" in rendered(job)
+    assert [
+        f"output: /shared/run-seed{seed}\n" in text and f"seed: {seed}\n" in text
+        for seed, text in zip((3, 7), _specs(job).values(), strict=True)
+    ] == [True, True]
+    assert list(_specs(job)) == ["seed-3.yaml", "seed-7.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "expected"),
+    [
+        ("PENDING", "0:0", ("queued", None)),
+        ("COMPLETED", "0:0", ("done", 0)),
+        ("FAILED", "3:0", ("failed", 3)),
+        ("TIMEOUT", "0:15", ("failed", 143)),
+        ("CANCELLED by 0", "0:15", ("cancelled", 143)),
+        ("OUT_OF_MEMORY", "0:125", ("failed", 253)),
+        ("NEW_STATE", "0:0", ("unknown", 0)),
+    ],
+)
+def test_slurms_states_become_ours(state: str, code: str, expected: tuple[str, int | None]) -> None:
+    found = _status(state, code, "None")
+    assert (found.state, found.exit_code) == expected and state.split()[0] in found.detail
