@@ -22,6 +22,14 @@ class Job:
     """What runs, and on which hosts (`launch`)."""
     folder: Path
     """The submission's own folder, absolute, seen by every host: `spec.yaml`, rendered files, logs, record."""
+    working_folder: Path = Path("/")
+    """Folder that relative paths in the spec start from, absolute, seen by every host."""
+    until: str | None = None
+    """Last stage to run; None: all."""
+    after: str | None = None
+    """The target's id of a job that must have ended well before; only of a target that chains jobs (`registry`)."""
+    seeds: tuple[int, ...] = ()
+    """One task a seed, each with `seed-N.yaml` in place of `spec.yaml`; only of a target that has arrays (`registry`)."""
 
 
 @dataclass(frozen=True, slots=True)

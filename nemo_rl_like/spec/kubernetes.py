@@ -125,9 +125,9 @@ class KubernetesSpec(Spec):
     """Size of /dev/shm, in GiB: Ray's object store, NCCL and weights on their way to vLLM. Counted in `memory_gib_per_node`."""
     scratch_gib: PositiveFloat = 20.0
     """Most that /tmp and the home folder may each hold on the host's disk, in GiB: caches and Ray's logs."""
-    user: PositiveInt = 1000
+    user: PositiveInt = 10001
     """User id of every process; never root."""
-    group: PositiveInt = 1000
+    group: PositiveInt = 10001
     """Group id of every process and of the volumes."""
     read_only_root: bool = True
     """Only volumes, /tmp, /dev/shm and the home folder can be written."""

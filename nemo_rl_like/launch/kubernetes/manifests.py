@@ -79,7 +79,7 @@ def token_object(job: Job, token: str) -> Manifest | None:
     """The Secret with the token of the job's Ray ports; None where they need none. Never written to a file."""
     if not has_token(job):
         return None
-    name = names.token_secret(names.dns_name(job.name))
+    name = names.token_secret(names.object_name(job))
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -98,7 +98,7 @@ def _spec_map(job: Job) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(job, names.dns_name(job.name)),
+        "metadata": _metadata(job, names.object_name(job)),
         "immutable": True,
         "data": {"spec.yaml": resolved_yaml(job.spec)},
     }
@@ -109,7 +109,7 @@ def _service(job: Job) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(job, names.dns_name(job.name)),
+        "metadata": _metadata(job, names.object_name(job)),
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector(job)},
     }
 
@@ -120,6 +120,6 @@ def _pod_group(job: Job) -> Manifest:
     return {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
-        "metadata": _metadata(job, names.dns_name(job.name)),
+        "metadata": _metadata(job, names.object_name(job)),
         "spec": {"minMember": launch.nodes, "queue": launch.kubernetes.queue.name},
     }

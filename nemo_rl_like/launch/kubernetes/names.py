@@ -6,6 +6,8 @@ import hashlib
 import math
 import re
 
+from nemo_rl_like.launch.target import Job
+
 LONGEST_NAME = 40
 """Characters of a job's name: KubeRay takes 47, and a pod's name adds its role, index and five random letters to make at most 63."""
 
@@ -22,18 +24,24 @@ SCRATCH = {"tmp": "/tmp", "home": HOME}
 MIB_PER_GIB = 1024
 
 
-def dns_name(name: str) -> str:
-    """`name` as a label of a DNS name (RFC 1035), at most LONGEST_NAME characters.
+def dns_name(name: str, longest: int = LONGEST_NAME) -> str:
+    """`name` as a label of a DNS name (RFC 1035), at most `longest` characters.
 
     A name that is one already stays; of any other, what can stay does, and a hash keeps different names different.
     """
-    if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= LONGEST_NAME:
+    if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= longest:
         return name
     mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     kept = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not kept or not kept[0].isalpha():
         kept = f"job-{kept}".rstrip("-")
-    return f"{kept[: LONGEST_NAME - len(mark) - 1].rstrip('-')}-{mark}"
+    return f"{kept[: longest - len(mark) - 1].rstrip('-')}-{mark}"
+
+
+def object_name(job: Job) -> str:
+    """Name of the job's objects: its own, and a hash of the submission's folder, since a job may be submitted again while the last is kept."""
+    mark = hashlib.sha256(str(job.folder).encode()).hexdigest()[:8]
+    return f"{dns_name(job.name, LONGEST_NAME - len(mark) - 1)}-{mark}"
 
 
 def mebibytes(gib: float) -> int:

@@ -12,10 +12,14 @@ from nemo_rl_like.spec.kubernetes import TolerationSpec
 Manifest = dict[str, Any]
 """An object of Kubernetes, or part of one, as it is written in YAML."""
 
-COMMAND = ("nrl", "node", "--spec", names.SPEC_FILE)
 HOST = "host"
 STOP_MARGIN_S = 60
 """Seconds that a pod has beside `save_before_end_s` before it is killed: Ray's end, and the last files."""
+
+
+def command(job: Job) -> list[str]:
+    """What each host of the job starts."""
+    return ["nrl", "node", names.SPEC_FILE, *([] if job.until is None else ["--until", job.until])]
 
 
 def labels(job: Job) -> dict[str, str]:
@@ -23,14 +27,14 @@ def labels(job: Job) -> dict[str, str]:
     return {
         **job.spec.launch.kubernetes.labels,
         "app.kubernetes.io/name": "nrl",
-        "app.kubernetes.io/instance": names.dns_name(job.name),
+        "app.kubernetes.io/instance": names.object_name(job),
         "app.kubernetes.io/managed-by": "nrl",
     }
 
 
 def selector(job: Job) -> dict[str, str]:
     """Labels that the pods of the job's hosts have, and no others."""
-    instance = {"app.kubernetes.io/name": "nrl", "app.kubernetes.io/instance": names.dns_name(job.name)}
+    instance = {"app.kubernetes.io/name": "nrl", "app.kubernetes.io/instance": names.object_name(job)}
     return {**instance, "app.kubernetes.io/component": HOST}
 
 
@@ -101,7 +105,7 @@ def _container(job: Job, name: str, variables: dict[str, str]) -> Manifest:
     return {
         "name": name,
         "image": job.spec.launch.image,
-        "command": list(COMMAND),
+        "command": [names.literal(word) for word in command(job)],
         "env": _environment(job, variables),
         "resources": _resources(job),
         "securityContext": container_security(job, pins_memory=job.spec.launch.kubernetes.rdma is not None),
@@ -135,7 +139,7 @@ def _resources(job: Job) -> Manifest:
 
 
 def _volumes(job: Job) -> list[Manifest]:
-    spec, name = job.spec.launch.kubernetes, names.dns_name(job.name)
+    spec, name = job.spec.launch.kubernetes, names.object_name(job)
     volumes: list[Manifest] = [
         {"name": "spec", "configMap": {"name": name}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": names.quantity(spec.shm_gib)}},
@@ -245,7 +249,7 @@ def _annotations(job: Job) -> dict[str, str]:
     spec = job.spec.launch.kubernetes
     if scheduler(job) != "volcano":
         return dict(spec.annotations)
-    return {**spec.annotations, "scheduling.k8s.io/group-name": names.dns_name(job.name)}
+    return {**spec.annotations, "scheduling.k8s.io/group-name": names.object_name(job)}
 
 
 def _queue_labels(job: Job) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from nemo_rl_like.launch import requirements
 from nemo_rl_like.launch.kubernetes import names
 from nemo_rl_like.launch.kubernetes.pod import reserved_variables
 from nemo_rl_like.launch.target import Job
@@ -35,9 +36,12 @@ def problems(job: Job) -> list[str]:
     """Every problem of the job on Kubernetes; needs no cluster."""
     spec = job.spec
     return [
-        *_container(spec),
-        *_variables(job),
-        *_memory(spec),
+        *requirements.image(spec),
+        *requirements.variables(spec, {*reserved_variables(job), *SET_BY_US}),
+        *requirements.memory(spec, "launch.kubernetes.shm_gib", spec.launch.kubernetes.shm_gib),
+        *requirements.paths(spec, "launch.kubernetes.claims", [c.path for c in spec.launch.kubernetes.claims]),
+        *_host(spec),
+        *_secrets(spec),
         *_folders(spec),
         *_keys(spec.launch.kubernetes),
         *_shape(spec),
@@ -45,32 +49,16 @@ def problems(job: Job) -> list[str]:
     ]
 
 
-def _container(spec: ExperimentSpec) -> Iterator[str]:
+def _host(spec: ExperimentSpec) -> Iterator[str]:
     launch = spec.launch
-    if launch.image is None:
-        yield "`launch.image` is not set, and a pod needs one; give an image, best by digest (`name@sha256:...`)"
-    elif not launch.image.isprintable() or " " in launch.image or not launch.image.strip("/:@."):
-        yield f"`launch.image` is {launch.image!r}, which names no image; write `registry/name@sha256:...`"
     if launch.mounts:
         yield (
             f"`launch.mounts` has {launch.mounts[0].source!r}, a folder of the host, which pod security forbids; put the data in a volume and "
             "list its claim in `launch.kubernetes.claims`"
         )
-    limit = launch.time_limit_min
-    if limit is not None and limit * 60 <= launch.save_before_end_s:
-        yield (
-            f"`launch.save_before_end_s` is {launch.save_before_end_s:g} s, no less than the whole wall time (`launch.time_limit_min` is {limit}); "
-            "make it shorter"
-        )
 
 
-def _variables(job: Job) -> Iterator[str]:
-    spec, taken = job.spec, {*reserved_variables(job), *SET_BY_US}
-    for name, value in spec.launch.environment.items():
-        if name in taken:
-            yield f"`launch.environment.{name}` is set by the job itself; remove it"
-        if "\0" in value:
-            yield f"`launch.environment.{name}` holds a NUL character, which no process can have; remove it"
+def _secrets(spec: ExperimentSpec) -> Iterator[str]:
     places: dict[str, SecretKeySpec] = {}
     for key, secret in spec.secrets.items():
         if secret.kubernetes is None:
@@ -80,22 +68,6 @@ def _variables(job: Job) -> Iterator[str]:
             )
         elif places.setdefault(secret.env, secret.kubernetes) != secret.kubernetes:
             yield f"`secrets.{key}.env` is {secret.env}, which another secret sets to another key; give each a variable of its own"
-        if secret.env in taken or secret.env in spec.launch.environment:
-            yield f"`secrets.{key}.env` is {secret.env}, which `launch.environment` or the job itself sets too; rename one"
-
-
-def _memory(spec: ExperimentSpec) -> Iterator[str]:
-    kubernetes, total = spec.launch.kubernetes, spec.launch.memory_gib_per_node
-    if total is not None and kubernetes.shm_gib >= total:
-        yield (
-            f"`launch.kubernetes.shm_gib` is {kubernetes.shm_gib:g}, and its pages count in `launch.memory_gib_per_node`, which is {total:g}; "
-            "make it smaller, or the memory larger"
-        )
-    if spec.cluster.object_store_gib > kubernetes.shm_gib:
-        yield (
-            f"`cluster.object_store_gib` is {spec.cluster.object_store_gib:g}, and Ray's object store lies in /dev/shm, which has "
-            f"{kubernetes.shm_gib:g} GiB; raise `launch.kubernetes.shm_gib`"
-        )
 
 
 def _folders(spec: ExperimentSpec) -> Iterator[str]:

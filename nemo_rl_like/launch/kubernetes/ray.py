@@ -6,8 +6,8 @@ import shlex
 
 from nemo_rl_like.launch.kubernetes import names
 from nemo_rl_like.launch.kubernetes.pod import (
-    COMMAND,
     Manifest,
+    command,
     container_security,
     labels,
     pod_security,
@@ -47,7 +47,7 @@ def ray_cluster(job: Job) -> Manifest:
 
 def job_in_cluster(job: Job) -> Manifest:
     """The RayJob that runs the driver in `ray_cluster(job)`."""
-    name = names.dns_name(job.name)
+    name = names.object_name(job)
     body = {**_driver(job), "shutdownAfterJobFinishes": False, "clusterSelector": {"ray.io/cluster": name}}
     plain = {"name": name, "namespace": job.spec.launch.kubernetes.namespace, "labels": labels(job)}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": plain, "spec": body}
@@ -64,7 +64,7 @@ def _metadata(job: Job) -> Manifest:
 def _driver(job: Job) -> Manifest:
     """What the submitter asks Ray to start on the head, and the submitter's pod, whose log is the driver's."""
     return {
-        "entrypoint": shlex.join(COMMAND),
+        "entrypoint": shlex.join(command(job)),
         "submissionMode": "K8sJobMode",
         "submitterPodTemplate": _submitter(job),
     }
@@ -101,7 +101,7 @@ def _cluster(job: Job) -> Manifest:
     others = job.spec.launch.nodes - 1
     body: Manifest = {
         "rayVersion": RAY_VERSION,
-        "authOptions": {"mode": "token", "secretName": names.token_secret(names.dns_name(job.name))},
+        "authOptions": {"mode": "token", "secretName": names.token_secret(names.object_name(job))},
         "enableInTreeAutoscaling": False,
         "headGroupSpec": {"rayStartParams": _start_parameters(job), "template": _ray_pod(job, "ray-head")},
     }

@@ -19,7 +19,7 @@ def indexed_job(job: Job) -> Manifest:
     A pod that fails is started again, each index at most `retries` times, so that one lost host costs one retry however many pods end
     with it. Ends by eviction, preemption and a lost host do not count (condition DisruptionTarget), nor does exit code 75.
     """
-    name = names.dns_name(job.name)
+    name = names.object_name(job)
     body = _job_spec(job, head=f"{name}-0.{name}.{job.spec.launch.kubernetes.namespace}.svc")
     body["backoffLimitPerIndex"] = job.spec.launch.retries
     body["maxFailedIndexes"] = 0
@@ -34,7 +34,7 @@ def jobset(job: Job) -> Manifest:
 
     A wrong spec and the end of the wall time end the whole set; exit code 75 and disruptions replace pods without counting.
     """
-    name = names.dns_name(job.name)
+    name = names.object_name(job)
     body = _job_spec(job, head=f"{name}-{CONTAINER}-0-0.{name}.{job.spec.launch.kubernetes.namespace}.svc")
     body["backoffLimit"] = 0
     final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
@@ -61,7 +61,7 @@ def metadata(job: Job) -> Manifest:
     elif spec.queue is not None and spec.queue.kind == "kai":
         queue = {"kai.scheduler/queue": spec.queue.name}
     return {
-        "name": names.dns_name(job.name),
+        "name": names.object_name(job),
         "namespace": spec.namespace,
         "labels": {**labels(job), **queue},
         **({"annotations": dict(spec.annotations)} if spec.annotations else {}),
@@ -78,7 +78,7 @@ def _job_spec(job: Job, head: str) -> Manifest:
     launch = job.spec.launch
     template = pod_template(job, CONTAINER, {"NRL_HEAD_HOST": head})
     if launch.kubernetes.shape == "job":
-        template["spec"]["subdomain"] = names.dns_name(job.name)
+        template["spec"]["subdomain"] = names.object_name(job)
     body: Manifest = {
         "completionMode": "Indexed",
         "completions": launch.nodes,

@@ -69,7 +69,7 @@ class KubernetesTarget:
         """The job's objects but for the token of its Ray ports, which only the cluster ever holds."""
         head = ""
         if has_token(job):
-            secret = names.token_secret(names.dns_name(job.name))
+            secret = names.token_secret(names.object_name(job))
             head = f"# The token of Ray's ports is not in this file: `nrl submit` makes the Secret {secret} (key {names.TOKEN_KEY}) with a random one.\n"
         objects = [*manifests.helper_objects(job), *manifests.main_objects(job)]
         return Rendered({FILE: head + manifests.to_yaml(objects)}, ("kubectl", "create", "-f", FILE))
@@ -100,7 +100,7 @@ class KubernetesTarget:
             for manifest in reversed(made):
                 cluster.delete(BY_KIND[manifest["kind"]], spec.namespace, manifest["metadata"]["name"])
             raise
-        return str(_Id(spec.shape, spec.namespace, names.dns_name(job.name), spec.context))
+        return str(_Id(spec.shape, spec.namespace, names.object_name(job), spec.context))
 
     def status(self, job_id: str, folder: Path) -> JobStatus:
         """How far the job is; `unknown` once it was deleted or its `keep_s` ran out."""

@@ -8,10 +8,12 @@ from typing import Any
 from nemo_rl_like.launch.target import Job
 from nemo_rl_like.spec.experiment import ExperimentSpec
 
+FOLDER = Path("/submissions/0001")
 IMAGE = "registry.example/nrl@sha256:" + "0" * 64
 CLAIM = {"claim": "work", "path": "/work"}
 SHAPES = ("job", "jobset", "rayjob", "raycluster")
 FULL: dict[str, Any] = {
+    "namespace": "nrl",
     "context": "training",
     "priority_class": "high",
     "service_account": "nrl",

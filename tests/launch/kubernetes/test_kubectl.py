@@ -13,7 +13,8 @@ import yaml
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
-from nemo_rl_like.launch.kubernetes.manifests import helper_objects, main_objects, to_yaml
+from nemo_rl_like.launch.kubernetes.manifests import main_objects, to_yaml
+from nemo_rl_like.launch.kubernetes.names import object_name
 from nemo_rl_like.launch.kubernetes.target import FILE, KubernetesTarget
 from tests.launch.kubernetes.api_server import ApiServer, serving
 from tests.launch.kubernetes.controllers import Outcome
@@ -22,6 +23,7 @@ from tests.launch.kubernetes.kubectl import kubectl
 from tests.launch.kubernetes.schemas import check
 from tests.launch.kubernetes.test_manifests import HOSTILE
 
+TINY = object_name(make_job())
 K8S = Path(__file__).parents[3] / "k8s"
 RULES = "{extends: default, rules: {line-length: disable, document-start: disable, indentation: {indent-sequences: whatever}}}"
 
@@ -46,12 +48,12 @@ def test_kubectl_starts_a_rendered_file_and_follows_it(tmp_path: Path) -> None:
     assert rendered.command == ("kubectl", "create", "-f", FILE)
     with serving(server, tmp_path) as kubeconfig:
         made = kubectl("create", "--validate=false", "-f", str(tmp_path / FILE), kubeconfig=kubeconfig)
-        assert "job.batch/tiny created" in made and "service/tiny created" in made
-        kubectl("wait", "--for=condition=complete", "--timeout=20s", "job/tiny", kubeconfig=kubeconfig)
+        assert f"job.batch/{TINY} created" in made and f"service/{TINY} created" in made
+        kubectl("wait", "--for=condition=complete", "--timeout=20s", f"job/{TINY}", kubeconfig=kubeconfig)
         listed = json.loads(kubectl("get", "pods", "-o", "json", kubeconfig=kubeconfig))["items"]
         last = max(listed, key=lambda p: str(p["metadata"]["creationTimestamp"]))
         assert kubectl("logs", last["metadata"]["name"], kubeconfig=kubeconfig) == "whole\n"
-        kubectl("delete", "job", "tiny", "--wait=false", kubeconfig=kubeconfig)
+        kubectl("delete", "job", TINY, "--wait=false", kubeconfig=kubeconfig)
         end = time.monotonic() + 20
         while [k for k in server.objects if k[0] in ("jobs", "pods")]:
             assert time.monotonic() < end
@@ -123,9 +125,3 @@ def test_yaml_files_are_lint_free(path: Path) -> None:
 def test_examples_fit_the_schemas(path: Path) -> None:
     for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8")):
         check(manifest)
-
-
-def test_helpers_of_a_job_are_named_after_it() -> None:
-    assert {m["metadata"]["name"] for m in helper_objects(make_job("Some Name"))} == {
-        main_objects(make_job("Some Name"))[0]["metadata"]["name"]
-    }

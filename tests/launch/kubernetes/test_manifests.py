@@ -7,12 +7,13 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_like.launch.kubernetes import names
@@ -60,10 +61,10 @@ def test_the_schemas_refuse_a_misspelt_field(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rendered_files_equal_the_examples(shape: str) -> None:
     """`python -m tests.launch.kubernetes.test_manifests` writes them anew; read the difference before you commit it."""
-    assert example(shape) == (EXAMPLES / f"{shape}.yaml").read_text(encoding="utf-8")
+    assert rendered(shape) == (EXAMPLES / f"{shape}.yaml").read_text(encoding="utf-8")
 
 
-def example(shape: str) -> str:
+def rendered(shape: str) -> str:
     """A rendered file with a word for the spec itself, which changes with every field of every stage."""
     written = KubernetesTarget().render(full_job(shape, None)).files[FILE]
     shown, count = re.subn(
@@ -158,7 +159,7 @@ def test_a_pod_is_given_time_to_save_and_ends_within_the_wall_time() -> None:
 
 
 def test_the_spec_that_pods_mount_is_the_spec(tmp_path: Path) -> None:
-    job = make_job(environment={"GREETING": "grüße $(HOME)\n", "YES": "on"}, secrets=_SECRET)
+    job = make_job(environment={"GREETING": "grüße $(HOME)", "YES": "on"}, secrets=_SECRET)
     mounted = next(m for m in objects(job) if m["kind"] == "ConfigMap")["data"]["spec.yaml"]
     (tmp_path / "spec.yaml").write_text(mounted, encoding="utf-8")
     assert load_spec(tmp_path / "spec.yaml") == job.spec
@@ -186,10 +187,12 @@ hostile = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_siz
 
 
 @given(st.lists(hostile, min_size=1, max_size=5))
+@example(["$$", "$$$", "a$$(V0)"])
+@example(["x", "$(V0)"])
 @settings(max_examples=60, deadline=None)
 def test_any_text_reaches_the_process_as_it_is(values: list[str]) -> None:
     """Through YAML, and through Kubernetes' own replacement of `$(NAME)`."""
-    given_ = {f"V{i}": v for i, v in enumerate(values)}
+    given_ = {f"V{i}": v.replace("\n", " ") for i, v in enumerate(values)}  # the spec takes one line a variable
     read = yaml.safe_load(to_yaml(main_objects(make_job(environment=given_))))
     assert {k: v for k, v in expanded(pods(read)[0]["containers"][0]["env"]).items() if k in given_} == given_
 
@@ -200,6 +203,21 @@ def test_any_name_becomes_one_that_dns_takes(name: str) -> None:
     made = names.dns_name(name)
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made) and len(made) <= names.LONGEST_NAME
     assert names.dns_name(made) == made
+
+
+def test_a_job_that_is_submitted_again_has_a_name_of_its_own() -> None:
+    job = make_job("x" * 60)
+    again = replace(job, folder=job.folder.parent / "0002")
+    assert names.object_name(job) != names.object_name(again)
+    assert max(len(names.object_name(j)) for j in (job, again)) <= names.LONGEST_NAME
+
+
+def test_a_job_runs_as_far_as_it_was_asked() -> None:
+    for shape in SHAPES:
+        carrier = main_objects(replace(make_job(retries=0, kubernetes={"shape": shape}), until="sft $(HOME)"))
+        assert "--until" in str(carrier)
+    command = pods(main_objects(replace(make_job(), until="sft $(HOME)"))[0])[0]["containers"][0]["command"]
+    assert command == ["nrl", "node", "/etc/nrl/spec/spec.yaml", "--until", "sft $$(HOME)"]
 
 
 @given(st.text("abAB01-_", max_size=6), st.text("abAB01-_", max_size=6))
@@ -231,4 +249,4 @@ def test_rendering_imports_no_client() -> None:
 
 if __name__ == "__main__":
     for name in SHAPES:
-        (EXAMPLES / f"{name}.yaml").write_text(example(name), encoding="utf-8")
+        (EXAMPLES / f"{name}.yaml").write_text(rendered(name), encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 from nemo_rl_like.launch.kubernetes import problems
 from nemo_rl_like.launch.kubernetes.target import KubernetesTarget
 from nemo_rl_like.launch.target import Job
+from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import resolved_yaml
 from tests.launch.kubernetes.jobs import CLAIM, SHAPES, full_job, make_job, make_spec
 
@@ -17,11 +18,9 @@ REFERENCE = {"secret": "hub", "key": "token"}
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("image", {"image": None}, "`launch.image` is not set"),
-    ("image-words", {"image": "a b"}, "`launch.image` is 'a b'"),
+    ("image-option", {"image": "--privileged"}, "`launch.image` is '--privileged'"),
     ("host-folder", {"mounts": [{"source": "/a", "target": "/b"}]}, "`launch.mounts` has '/a'"),
-    ("save", {"time_limit_min": 5, "save_before_end_s": 300.0}, "`launch.save_before_end_s` is 300 s"),
     ("variable", {"environment": {"HOME": "/x"}}, "`launch.environment.HOME` is set by the job itself"),
-    ("nul", {"environment": {"X": "a\0b"}}, "`launch.environment.X` holds a NUL"),
     ("secret", {"secrets": {"HUB": {"env": "T"}}}, "`secrets.HUB` has no `kubernetes`"),
     (
         "secret-twice",
@@ -66,6 +65,21 @@ def test_an_output_outside_of_the_volumes_is_a_problem(output: str) -> None:
     spec = make_spec({"image": "x", "kubernetes": {"claims": [CLAIM]}}, output=output)
     (problem,) = KubernetesTarget().problems(replace(make_job(), spec=spec))
     assert problem.startswith(f"`output` is {output!r}")
+
+
+def test_a_file_that_no_volume_holds_is_a_problem() -> None:
+    launch = {"image": "x", "kubernetes": {"claims": [CLAIM]}}
+    data = {"path": "/work/pairs.jsonl"}
+    stages = [
+        {"kind": "preference", "data": data},
+        {"kind": "pretrain", "data": {"paths": ["/work/a", "b.txt", "/work/../c"]}},
+    ]
+    values = {**make_spec(launch).model_dump(mode="json"), "stages": stages}
+    found = KubernetesTarget().problems(replace(make_job(), spec=ExperimentSpec.model_validate(values)))
+    assert [f.partition(", which")[0] for f in found] == [
+        "`stages[1].data.paths[1]` is 'b.txt'",
+        "`stages[1].data.paths[2]` is '/work/../c'",
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

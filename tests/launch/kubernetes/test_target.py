@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from nemo_rl_like.artifacts.errors import SubmitError
+from nemo_rl_like.launch.kubernetes.names import object_name
 from nemo_rl_like.launch.kubernetes.target import KubernetesTarget
 from nemo_rl_like.launch.target import Job, JobStatus
 from tests.launch.kubernetes.api_server import FORBIDDEN, ApiServer, serving, write_kubeconfig
 from tests.launch.kubernetes.controllers import Outcome
 from tests.launch.kubernetes.jobs import SHAPES, make_job
 
+TINY = object_name(make_job())
 HERE = Path("/submissions/0001")
 LONG_S = 20.0
 """Longest wait for the double, in seconds."""
@@ -203,21 +205,21 @@ def test_processes_get_the_variables_of_the_spec(serve: Serve) -> None:
     wait_for(start(job), "done")
     (variables,) = server.kubelet.environments.values()
     assert variables["PRICE"] == "$(HOME) $$5 $" and variables["T"] == "<s/k>"
-    assert variables["NRL_HEAD_HOST"] == "tiny-0.tiny.default.svc" and variables["RAY_AUTH_MODE"] == "disabled"
+    assert variables["NRL_HEAD_HOST"] == f"{TINY}-0.{TINY}.default.svc" and variables["RAY_AUTH_MODE"] == "disabled"
 
 
 def test_a_name_that_is_taken_is_told_and_nothing_is_left(serve: Serve) -> None:
     server = serve({0: [Outcome(end="runs")]})
     start(shaped("job"))
     with pytest.raises(
-        SubmitError, match=r"ConfigMap 'tiny' in namespace 'default': .* already exists; end that one first"
+        SubmitError, match=rf"ConfigMap '{TINY}' in namespace 'default': .* already exists; end that one first"
     ):
         target().submit(shaped("job"), target().render(shaped("job")))
-    helpers = {("configmaps", "default", "tiny"), ("services", "default", "tiny"), ("secrets", "default", "tiny-ray")}
+    helpers = {("configmaps", "default", TINY), ("services", "default", TINY), ("secrets", "default", f"{TINY}-ray")}
     assert helpers <= set(server.objects)  # those of the job that is there stay
     for helper in helpers:
         server.objects.pop(helper)
-    with pytest.raises(SubmitError, match=r"Job 'tiny' in namespace 'default': .* already exists"):
+    with pytest.raises(SubmitError, match=rf"Job '{TINY}' in namespace 'default': .* already exists"):
         target().submit(shaped("job"), target().render(shaped("job")))
     assert not helpers & set(server.objects)
 
@@ -284,7 +286,7 @@ def test_a_context_that_is_not_there_is_told(serve: Serve) -> None:
 def test_an_id_keeps_where_the_job_is(serve: Serve) -> None:
     serve()
     job_id = start(make_job(kubernetes={"context": "tests", "namespace": "team-a"}))
-    assert job_id == "job:team-a/tiny@tests"
+    assert job_id == f"job:team-a/{TINY}@tests"
     wait_for(job_id, "done")
     with pytest.raises(SubmitError, match="is no job on Kubernetes"):
         target().status("4711", HERE)
