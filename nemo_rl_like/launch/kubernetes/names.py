@@ -1,0 +1,64 @@
+"""Names and quantities as Kubernetes writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+
+from nemo_rl_like.launch.target import Job
+
+LONGEST_NAME = 40
+"""Characters of a job's name: KubeRay takes 47, and a pod's name adds its role, index and five random letters to make at most 63."""
+
+SPEC_FOLDER = "/etc/nrl/spec"
+SPEC_FILE = f"{SPEC_FOLDER}/spec.yaml"
+TOKEN_FOLDER = "/etc/nrl/ray"
+TOKEN_KEY = "auth_token"
+"""Key that KubeRay reads in the Secret of `authOptions.secretName` (KubeRay 1.6, docs.ray.io, token authentication)."""
+HOME = "/home/nrl"
+SHM = "/dev/shm"
+SCRATCH = {"tmp": "/tmp", "home": HOME}
+"""Folders that can be written beside the volumes, by the name of their volume."""
+
+MIB_PER_GIB = 1024
+
+
+def dns_name(name: str, longest: int = LONGEST_NAME) -> str:
+    """`name` as a label of a DNS name (RFC 1035), at most `longest` characters.
+
+    A name that is one already stays; of any other, what can stay does, and a hash keeps different names different.
+    """
+    if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= longest:
+        return name
+    mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    kept = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not kept or not kept[0].isalpha():
+        kept = f"job-{kept}".rstrip("-")
+    return f"{kept[: longest - len(mark) - 1].rstrip('-')}-{mark}"
+
+
+def object_name(job: Job) -> str:
+    """Name of the job's objects: its own, and a hash of the submission's folder, since a job may be submitted again while the last is kept."""
+    mark = hashlib.sha256(str(job.folder).encode()).hexdigest()[:8]
+    return f"{dns_name(job.name, LONGEST_NAME - len(mark) - 1)}-{mark}"
+
+
+def mebibytes(gib: float) -> int:
+    """GiB in whole MiB, rounded up."""
+    return math.ceil(gib * MIB_PER_GIB)
+
+
+def quantity(gib: float) -> str:
+    """GiB as a quantity of Kubernetes."""
+    return f"{mebibytes(gib)}Mi"
+
+
+def literal(value: str) -> str:
+    """A value of an environment variable that Kubernetes takes as it is: without this it replaces `$(NAME)` in one."""
+    return value.replace("$", "$$")
+
+
+def token_secret(name: str) -> str:
+    """Name of the Secret that holds the token of a job's Ray ports."""
+    return f"{name}-ray"
