@@ -12,7 +12,7 @@ from nemo_rl_like.export.hf_layout import ADAPTER_CONFIG, CONFIG, hf_problems, p
 from nemo_rl_like.export.manifest import Manifest, hash_problems, read_manifest
 from nemo_rl_like.export.nim import ADAPTERS, ENVIRONMENT, MODEL, nim_lora_problems, nim_problems
 from nemo_rl_like.export.problems import Problem
-from nemo_rl_like.export.triton import ADD_VENDOR_FILES, MODEL_PY, REPOSITORY
+from nemo_rl_like.export.triton import ADD_VENDOR_FILES, CONFIG_PBTXT, REPOSITORY
 from nemo_rl_like.export.triton_layout import python_problems, trtllm_problems, vllm_problems
 
 
@@ -78,7 +78,9 @@ def _detected(folder: Path) -> str:
     if (folder / REPOSITORY).is_dir():
         if (folder / ADD_VENDOR_FILES).is_file():
             return "triton-trtllm"
-        return "triton-python" if list((folder / REPOSITORY).glob(f"*/*/{MODEL_PY}")) else "triton-vllm"
+        configs = (folder / REPOSITORY).glob(f"*/{CONFIG_PBTXT}")
+        ours = any('"python"' in file.read_text(encoding="utf-8", errors="replace") for file in configs)
+        return "triton-python" if ours else "triton-vllm"
     if (folder / ADAPTERS).is_dir():
         return "nim-lora"
     if (folder / ENVIRONMENT).is_file() or (folder / MODEL).is_dir():

@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 Value: TypeAlias = "str | int | float | bool | Enum | dict[str, Value] | list[Value]"
+"""A field's value to write."""
+Parsed: TypeAlias = "str | int | float | bool | Enum | dict[str, list[Parsed]]"
+"""One value of a field that was read."""
+Fields: TypeAlias = dict[str, list[Parsed]]
 
 _TOKEN = re.compile(
     r"""\s+|\#[^\n]*|(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?P<number>[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"""
@@ -41,7 +45,7 @@ def dump(message: Mapping[str, Value], indent: str = "") -> str:
     return "".join(lines)
 
 
-def parse(text: str) -> dict[str, list[Value]]:
+def parse(text: str) -> Fields:
     """Every field with the values it was given, in order (a field given once has one).
 
     Raises PbtxtError naming the line.
@@ -98,8 +102,9 @@ class _Tokens:
             raise PbtxtError(f"line {self.line}: {self.text!r} is not expected")
 
 
-def _message(tokens: _Tokens, closing: str | None) -> dict[str, list[Value]]:
-    fields: dict[str, list[Value]] = {}
+def _message(tokens: _Tokens, closing: str | None) -> Fields:
+    """Every field with a list of the values it was given."""
+    fields: Fields = {}
     while not (tokens.skip(closing) if closing else tokens.kind == "end"):
         kind, name = tokens.take()
         if kind != "word":
@@ -110,9 +115,9 @@ def _message(tokens: _Tokens, closing: str | None) -> dict[str, list[Value]]:
     return fields
 
 
-def _values(tokens: _Tokens, name: str, colon: bool) -> list[Value]:
+def _values(tokens: _Tokens, name: str, colon: bool) -> list[Parsed]:
     if tokens.skip("["):
-        found: list[Value] = []
+        found: list[Parsed] = []
         while not tokens.skip("]"):
             found.append(_value(tokens, name, True))
             if not tokens.skip(",") and tokens.text != "]":
@@ -121,7 +126,7 @@ def _values(tokens: _Tokens, name: str, colon: bool) -> list[Value]:
     return [_value(tokens, name, colon)]
 
 
-def _value(tokens: _Tokens, name: str, colon: bool) -> Value:
+def _value(tokens: _Tokens, name: str, colon: bool) -> Parsed:
     kind, text = tokens.take()
     if kind == "sign" and text in _CLOSING:
         return _message(tokens, _CLOSING[text])

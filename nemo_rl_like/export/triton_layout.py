@@ -13,7 +13,7 @@ import yaml
 
 from nemo_rl_like.artifacts.files import sha256_file
 from nemo_rl_like.export.hf_layout import hf_problems, peft_problems
-from nemo_rl_like.export.pbtxt import PbtxtError, Value, parse
+from nemo_rl_like.export.pbtxt import Fields, Parsed, PbtxtError, parse
 from nemo_rl_like.export.problems import Problem, read_object
 from nemo_rl_like.export.triton import (
     ADAPTERS,
@@ -231,7 +231,7 @@ def _models(folder: Path, problems: list[Problem]) -> list[tuple[Path, str]]:
     return [(model, f"{REPOSITORY}/{model.name}") for model in found]
 
 
-def _config(model: Path, at: str, backend: str, kind: str, problems: list[Problem]) -> dict[str, list[Value]]:
+def _config(model: Path, at: str, backend: str, kind: str, problems: list[Problem]) -> Fields:
     """The model's `config.pbtxt`; empty if it cannot be read."""
     name = f"{at}/{CONFIG_PBTXT}"
     try:
@@ -241,7 +241,7 @@ def _config(model: Path, at: str, backend: str, kind: str, problems: list[Proble
         return {}
     unknown = sorted(set(config) - MODEL_FIELDS)
     messages = [_unknown(field, MODEL_FIELDS, "Triton's ModelConfig") for field in unknown]
-    wanted: dict[str, Value] = {"name": model.name, "backend": backend, "max_batch_size": 0}
+    wanted: dict[str, Parsed] = {"name": model.name, "backend": backend, "max_batch_size": 0}
     for field, value in wanted.items():
         if config.get(field) != [value]:
             messages.append(f"has `{field}` {_shown(config.get(field))}, must be {value!r}; write it again")
@@ -262,7 +262,8 @@ def _engine_problems(engine: Mapping[str, Any], folder: Path, mounted_at: str | 
     messages += _path_problems(engine, "model", WEIGHTS, mounted_at)
     for key, kind in _TYPES.items():
         given = engine.get(key)
-        if given is not None and (type(given) is not kind or (kind is int and given < 1)):
+        wrong = type(given) is not kind or (isinstance(given, int) and kind is int and given < 1)
+        if given is not None and wrong:
             messages.append(
                 f"has `{key}` {given!r}, must be {'true or false' if kind is bool else 'an integer, 1 or more'}"
             )
@@ -313,24 +314,22 @@ def _path_problems(given: Mapping[str, Any], key: str, inside: str, mounted_at: 
     return []
 
 
-def _parameters(config: Mapping[str, list[Value]]) -> dict[str, Value]:
+def _parameters(config: Fields) -> dict[str, object]:
     pairs = [item for item in config.get("parameters", []) if isinstance(item, dict)]
     return {str(_one(item, "key")): _one(item, "value") for item in pairs}
 
 
-def _one(message: Value | None, field: str) -> Any:
+def _one(message: Parsed | None, field: str) -> Parsed | None:
     """The value of a field that is given once; None otherwise."""
     values = message.get(field) if isinstance(message, dict) else None
-    if isinstance(values, list):
-        return values[0] if len(values) == 1 else None
-    return values
+    return values[0] if values is not None and len(values) == 1 else None
 
 
 def _unknown(key: str, known: frozenset[str], where: str) -> str:
     return f"has {key!r}, which {where} does not take{_near(key, known)}"
 
 
-def _shown(values: list[Value] | None) -> str:
+def _shown(values: list[Parsed] | None) -> str:
     return "missing" if values is None else repr(values[0] if len(values) == 1 else values)
 
 

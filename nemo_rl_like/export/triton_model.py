@@ -75,7 +75,7 @@ class TritonPythonModel:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, must have ids in 0 .. {self.model.config.vocab_size - 1}"
             )
-        return ids, self.tokenizer.decode(ids) if text is None else text.decode()
+        return ids, str(self.tokenizer.decode(ids)) if text is None else text.decode()
 
     def _sampling(self, given: bytes | None) -> dict[str, Any]:
         """The request's sampling parameters. Raises ValueError for one that is not known or out of range."""
