@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytriton
-
-SITE = Path(pytriton.__file__).parents[1]
+SITE = Path(sysconfig.get_path("platlib"))
 SERVER = SITE / "pytriton" / "tritonserver"
 _count = itertools.count()
 
