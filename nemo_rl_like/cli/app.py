@@ -319,14 +319,47 @@ def chat(
 @app.command()
 def export(
     source: Source,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Hugging Face folder to write; new or empty.")],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TARGET", help="Folder to write; new or empty. Several --to: one folder a kind in it."),
+    ],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Options of the target of --to, for example max_model_len=4096."),
+    ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to write: hf (default), hf-lora, triton-python, triton-vllm, triton-trtllm, nim, nim-lora, gguf; may be repeated."
+        ),
+    ] = None,
+    parity: Annotated[
+        str,
+        typer.Option(help="Proof before anything gets its name: full, weights, or auto (full where memory is enough)."),
+    ] = "auto",
     shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors shard, in GiB.")] = 4.0,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone, as PEFT does.")] = False,
+    license_name: Annotated[str | None, typer.Option("--license", help="Licence of the model, for its card.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone: as --to hf-lora.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder."""
+    """Write a checkpoint as a Hugging Face folder, or as bundles that Triton and NIM serve."""
     from nemo_rl_like.cli.commands import checkpoint as command
 
-    command.export(source, target, shard_gib=shard_gib, adapter=adapter)
+    stage = command.export_stage(
+        to or [], options or [], adapter=adapter, parity=parity, shard_gib=shard_gib, license_name=license_name
+    )
+    command.export(source, target, stage)
+
+
+@app.command("export-check")
+def check_export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Bundle, Hugging Face folder or PEFT folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check what `nrl export` wrote, or what it could have: layout, hashes, permissions; nothing is started."""
+    from nemo_rl_like.cli.commands import checkpoint as command
+
+    if not command.check_export(folder, as_json=as_json):
+        raise typer.Exit(2)
 
 
 @pipelines.command("plan")

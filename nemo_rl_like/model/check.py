@@ -20,6 +20,7 @@ from torch import Tensor
 from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.outline import Outline
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec
 
@@ -91,7 +92,7 @@ def check_folder(
     if ep > 1 and not experts:
         raise InputError(f"ep is {ep}, but {folder} is a {config.family} model, which has no experts; leave ep out")
     config.check_layout(layout)
-    tokens = _random_rows(config, seed)
+    tokens = random_rows(config, seed)
     with SafetensorsReader(folder) as reader:
         coverage = WeightMap(config).coverage(reader.keys())
         if coverage.missing or coverage.unmapped:
@@ -128,7 +129,8 @@ def check_folder(
     )
 
 
-def _random_rows(config: ModelConfig, seed: int) -> list[list[int]]:
+def random_rows(config: Outline, seed: int) -> list[list[int]]:
+    """A few rows of random tokens, each shorter than the one before."""
     generator = torch.Generator().manual_seed(seed)
     longest = min(_LONGEST_ROW, config.max_positions)
     lengths = [max(1, longest - 7 * i) for i in range(_ROWS)]

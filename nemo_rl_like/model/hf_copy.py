@@ -34,14 +34,14 @@ class StoredTensor:
     """Bytes."""
 
 
-def stored_tensors(folder: Path) -> list[StoredTensor]:
-    """Every tensor of the folder by name, from the shards' headers.
+def stored_tensors(folder: Path, only: str | None = None) -> list[StoredTensor]:
+    """Every tensor of the folder (or of the file `only` in it) by name, from the shards' headers.
 
     Raises InputError naming the file that is missing, cut off or not a safetensors file, or lacks a tensor that the index lists.
     """
     index = folder / INDEX
-    if not index.is_file():
-        return sorted(_read_header(folder / SINGLE), key=lambda tensor: tensor.name)
+    if only is not None or not index.is_file():
+        return sorted(_read_header(folder / (only or SINGLE)), key=lambda tensor: tensor.name)
     file_of = read_index(index)
     found = {(t.name, file): t for file in sorted(set(file_of.values())) for t in _read_header(folder / file)}
     lost = [(name, file) for name, file in sorted(file_of.items()) if (name, file) not in found]
@@ -108,7 +108,7 @@ def _write(folder: Path, index: int, tensors: Sequence[StoredTensor]) -> ShardFi
         out = HashedFile(file)
         out.write(header_of((t.name, t.dtype, t.shape, t.size) for t in tensors))
         for tensor in tensors:
-            for piece in _pieces(tensor):
+            for piece in pieces(tensor):
                 out.write(piece)
         file.flush()
         os.fsync(file.fileno())
@@ -116,7 +116,8 @@ def _write(folder: Path, index: int, tensors: Sequence[StoredTensor]) -> ShardFi
     return ShardFile(path, out.size, out.digest.hexdigest(), names, sum(t.size for t in tensors))
 
 
-def _pieces(tensor: StoredTensor) -> Iterator[bytes]:
+def pieces(tensor: StoredTensor) -> Iterator[bytes]:
+    """Its bytes, a few megabytes at a time. Raises InputError if the file ends inside it."""
     left = tensor.size
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.start)

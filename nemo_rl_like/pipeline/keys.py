@@ -15,6 +15,7 @@ from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec
+from nemo_rl_like.spec.export import ExportStageSpec, NimLoraTarget, TritonVllmTarget
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec, TextDataSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
@@ -28,7 +29,7 @@ KEY_FORMAT = 1
 MODEL_FIELDS = ("model.", "file.model.")
 """How the names of what describes the model begin."""
 
-_NOT_RESULTS_STAGE = {"name", "settings", "checkpoint", "show_samples", "show_samples_every_steps"}
+_NOT_RESULTS_STAGE = {"name", "settings", "checkpoint", "show_samples", "show_samples_every_steps", "parity_timeout_s"}
 _ENGINE_RESULTS = {"kind", "max_context", "dtype", "quantization"}
 
 
@@ -128,6 +129,8 @@ def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
         hashes["data.stored_logits"] = hash_path(_existing("data.stored_logits", stage.data.stored_logits))
     if isinstance(stage, PretrainStageSpec):
         hashes |= _text_files("data", stage.data)
+    if isinstance(stage, ExportStageSpec):
+        hashes |= _adapter_files(stage)
     if isinstance(stage, SftStageSpec | RlStageSpec) and stage.ptx is not None:
         hashes |= _text_files("ptx", stage.ptx)
     if uses_environment(stage) and spec.environment is not None:
@@ -145,6 +148,13 @@ def _rl_files(stage: RlStageSpec) -> dict[str, str]:
     if code.endswith(".py"):
         found["loop"] = hash_path(_existing("loop", code))
     return found
+
+
+def _adapter_files(stage: ExportStageSpec) -> dict[str, str]:
+    """Adapters from elsewhere that its targets serve."""
+    targets = [target for target in stage.targets if isinstance(target, TritonVllmTarget | NimLoraTarget)]
+    named = {f"targets.{t.kind}.adapters.{name}": path for t in targets for name, path in t.adapters.items()}
+    return {field: hash_path(_existing(field, path)) for field, path in named.items()}
 
 
 def _text_files(field: str, text: TextDataSpec) -> dict[str, str]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import JSON
+from nemo_rl_like.artifacts.lineage import LINEAGE
 from nemo_rl_like.pipeline.records import StageRecord, read_run, read_status
 from nemo_rl_like.pipeline.wiring import Wire, wire
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec, spec_hash
 
-FILE = "lineage.json"
 FORMAT = 1
 _METRICS = "metrics.jsonl"
 _REPORT = Path("report") / "report.json"
@@ -60,7 +60,7 @@ def find_lineage(path: Path) -> dict[str, JSON]:
     Raises:
         InputError: the path belongs to no run and holds no `lineage.json`, or that cannot be read.
     """
-    inside = path / FILE
+    inside = path / LINEAGE
     if inside.is_file():
         return _read(inside)
     for folder in (path, *path.resolve().parents):
@@ -75,7 +75,7 @@ def find_lineage(path: Path) -> dict[str, JSON]:
                 )
             return lineage_of(spec, folder, name)
     raise InputError(
-        f"{path} holds no {FILE}, and neither it nor a folder above it is a run's output; give a bundle, a run, or a folder inside one"
+        f"{path} holds no {LINEAGE}, and neither it nor a folder above it is a run's output; give a bundle, a run, or a folder inside one"
     )
 
 
@@ -133,8 +133,3 @@ def _read(path: Path) -> dict[str, JSON]:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise InputError(f"{path} is not a lineage of format {FORMAT}; export the checkpoint again with this version")
     return found
-
-
-def as_text(lineage: Mapping[str, JSON]) -> str:
-    """`lineage.json` as it is written."""
-    return json.dumps(lineage, indent=1, sort_keys=True, allow_nan=False) + "\n"

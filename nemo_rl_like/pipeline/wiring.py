@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
-from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
+from nemo_rl_like.spec.evaluate import EvaluateStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec, stage_name
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.spec.nearest import nearest
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec

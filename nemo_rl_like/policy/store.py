@@ -41,7 +41,7 @@ from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import INDEX, ShardFile
 
 ADAPTER_CONFIG = "adapter_config.json"
-_KIND = "adapter_kind"
+ADAPTER_KIND = "adapter_kind"
 """In the description of what PEFT has not."""
 OPTIMIZER = "optimizer.json"
 """Beside the optimizer's state: its kind, as the spec names it."""
@@ -197,7 +197,7 @@ def write_adapter_config(file: Path, adapter: LoraSpec | AdapterSpec, config: Mo
 
 def _bottleneck_config(adapter: BottleneckSpec, config: ModelConfig) -> dict[str, object]:
     return {
-        _KIND: adapter.kind,
+        ADAPTER_KIND: adapter.kind,
         "placement": adapter.placement,
         "width": adapter.width_in(config.hidden_size),
         "activation": adapter.activation,
@@ -243,7 +243,7 @@ def kept_beside(checkpoint: Path) -> str | None:
     if not file.is_file():
         return None
     said = json.loads(file.read_text(encoding="utf-8"))
-    if said.get(_KIND) == BottleneckSpec().kind:
+    if said.get(ADAPTER_KIND) == BottleneckSpec().kind:
         return BottleneckSpec.noun
     return None if said["peft_type"] == "LORA" else PrefixTuningSpec.noun
 

@@ -1,4 +1,4 @@
-"""The stages at the end: evaluate on held-out tasks, and export."""
+"""The `evaluate` stage: measure on held-out tasks."""
 
 from __future__ import annotations
 
@@ -36,16 +36,3 @@ class EvaluateStageSpec(StageBase):
     """Stages whose final checkpoint is evaluated; default: every stage before this one that makes one."""
     show_samples: NonNegativeInt = 5
     """Before/after samples shown at the end."""
-
-
-class ExportStageSpec(StageBase):
-    """Write the final model as a Hugging Face folder."""
-
-    kind: Literal["export"] = "export"
-    """Stage kind."""
-    checkpoint: str | None = None
-    """Stage whose final checkpoint is exported; default: the last one that makes one."""
-    adapter: bool = False
-    """Write the adapters alone, as PEFT does (with `policy.lora` or `policy.adapter`); default: the whole model, adapters merged."""
-    shard_gib: PositiveFloat = 4.0
-    """Largest safetensors shard, in GiB."""

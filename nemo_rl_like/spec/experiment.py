@@ -13,7 +13,8 @@ from nemo_rl_like.spec.cluster import ClusterSpec
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
-from nemo_rl_like.spec.evaluate import EvaluateStageSpec, ExportStageSpec
+from nemo_rl_like.spec.evaluate import EvaluateStageSpec
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.spec.kubernetes import SecretKeySpec
 from nemo_rl_like.spec.launch import LaunchSpec
 from nemo_rl_like.spec.model import ModelSpec
@@ -204,7 +205,7 @@ class ExperimentSpec(Spec):
             )
         trained = False
         for stage in self._plain_stages:
-            exports = isinstance(stage, ExportStageSpec) and stage.adapter
+            exports = isinstance(stage, ExportStageSpec) and not stage.model_wanted
             if trained and not (exports or isinstance(stage, EvaluateStageSpec | SampleStageSpec)):
                 raise ValueError(
                     f"stage {stage_name(stage)!r} follows the training of {noun} (`policy.adapter`), which no weights hold; only "
@@ -214,9 +215,10 @@ class ExperimentSpec(Spec):
 
     def _check_no_adapter_is_asked_for(self) -> None:
         for stage in self._plain_stages:
-            if isinstance(stage, ExportStageSpec) and stage.adapter:
+            if isinstance(stage, ExportStageSpec) and stage.adapters_wanted:
+                asked = "`adapter: true`" if stage.adapter else "a target of adapters"
                 raise ValueError(
-                    f"stage {stage_name(stage)!r} has `adapter: true`, but nothing trains adapters; leave it out, or set `policy.lora` or `policy.adapter`"
+                    f"stage {stage_name(stage)!r} has {asked}, but nothing trains adapters; leave it out, or set `policy.lora` or `policy.adapter`"
                 )
 
     @model_validator(mode="after")

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint
 from nemo_rl_like.checkpoint.layout import MANIFEST, STATE, step_folders, verify
 from nemo_rl_like.data.messages import Message, user
 from nemo_rl_like.data.render import Renderer
+from nemo_rl_like.export.bundle import ExportSource, How, write_bundles
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.rollout.seeds import seed_of
 from nemo_rl_like.spec.evaluate import EvaluationSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages.averaging import AVERAGED
 from nemo_rl_like.stages.evaluate import evaluate, evaluator
-from nemo_rl_like.stages.export import export
 from nemo_rl_like.stages.preflight import require_sampler
 from nemo_rl_like.stages.session import shared_session
 from nemo_rl_like.stages.start_model import sampled_policy, start_model
@@ -44,10 +46,26 @@ def evaluate_checkpoint(source: Path, how: EvaluationSpec) -> dict[str, float]:
             return evaluate(workers, engine, how).metrics()
 
 
-def export_checkpoint(source: Path, target: Path, shard_gib: float, *, adapter: bool = False) -> Path:
-    """Write the checkpoint at `source` as a Hugging Face folder, or its adapters alone as PEFT's; returns it."""
-    export(_checkpoint(source), target, shard_gib, adapter=adapter)
-    return target
+def checkpoint_at(source: Path) -> Path:
+    """The valid checkpoint at `source`, or the last one of the run there. Raises InputError, CheckpointError."""
+    return _checkpoint(source).path
+
+
+def export_checkpoint(
+    source: Path, target: Path, stage: ExportStageSpec, lineage: Mapping[str, JSON] | None = None
+) -> list[Path]:
+    """Write the checkpoint at `source` as an `export` stage would: its only target as `target`, several as `target/<kind>`; returns them.
+
+    Raises as `write_bundles`.
+    """
+    checkpoint = _checkpoint(source)
+    run = _run_of(source, checkpoint)
+    spec = None if run is None else load_spec(run / SPEC)
+    wanted = stage.wanted
+    places = [(one, target if len(wanted) == 1 else target / one.kind) for one in wanted]
+    how = How(stage.shard_gib, stage.parity, stage.parity_timeout_s, stage.license)
+    write_bundles(ExportSource(checkpoint.path, spec, run, lineage or {}), places, how)
+    return [place for _, place in places]
 
 
 @dataclass(slots=True)
@@ -100,13 +118,18 @@ def chat_session(source: Path, *, temperature: float, max_new_tokens: int) -> It
 def _open(source: Path) -> tuple[ExperimentSpec, Artifact]:
     """The resolved spec of the run that `source` belongs to, as the checkpoint's stage sees it, and the checkpoint."""
     checkpoint = _checkpoint(source)
-    for folder in (source, *checkpoint.path.parents):
-        if (folder / SPEC).is_file():
-            spec = load_spec(folder / SPEC)
-            made_by = checkpoint.path.resolve().relative_to(folder.resolve()).parts[0]
-            stage = next((s for s in spec.stages if stage_name(s) == made_by), None)
-            return (spec if stage is None else spec.for_stage(stage)), checkpoint
+    run = _run_of(source, checkpoint)
+    if run is not None:
+        spec = load_spec(run / SPEC)
+        made_by = checkpoint.path.resolve().relative_to(run.resolve()).parts[0]
+        stage = next((s for s in spec.stages if stage_name(s) == made_by), None)
+        return (spec if stage is None else spec.for_stage(stage)), checkpoint
     raise InputError(f"{source}: no {SPEC} in it or above it; give a run's output folder or a checkpoint inside one")
+
+
+def _run_of(source: Path, checkpoint: Artifact) -> Path | None:
+    """The output folder of the run that made the checkpoint; None where it stands alone."""
+    return next((folder for folder in (source, *checkpoint.path.parents) if (folder / SPEC).is_file()), None)
 
 
 def _checkpoint(source: Path) -> Artifact:

@@ -22,8 +22,8 @@ from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.hf_rope import rope_to_hf_dict
 from nemo_rl_like.model.rope import rotary_amplitude, rotary_frequencies
-from nemo_rl_like.spec.evaluate import ExportStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.spec.model import LinearRope, Llama3Rope, ModelSpec, RopeScalingSpec, YarnRope
 from nemo_rl_like.spec.policy import LayoutSpec
 from nemo_rl_like.stages.start_model import start_model

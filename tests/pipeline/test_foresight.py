@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_rl_like.artifacts.errors import StoppedBySignal
+from nemo_rl_like.artifacts.lineage import lineage_text
 from nemo_rl_like.pipeline.foresight import foresee
-from nemo_rl_like.pipeline.lineage import as_text, find_lineage, lineage_of
+from nemo_rl_like.pipeline.lineage import find_lineage, lineage_of
 from nemo_rl_like.pipeline.runner import run_pipeline
 from tests.pipeline import counting
 from tests.pipeline.counting import CLASSES, STOP, Interruption
@@ -90,7 +91,7 @@ def test_a_bundle_leads_back_to_data_spec_code_and_evaluation(tmp_path: Path) ->
     run_pipeline(spec, classes=CLASSES)
     (tmp_path / "out/sft/metrics.jsonl").write_text('{"step": 3, "loss": 0.5, "timing/step": 1.0}\n')
     found = find_lineage(tmp_path / "out/export/out")
-    assert found == lineage_of(spec, tmp_path / "out", "export") == json.loads(as_text(found))
+    assert found == lineage_of(spec, tmp_path / "out", "export") == json.loads(lineage_text(found))
     stages: Any = found["stages"]
     assert list(stages) == ["sft", "rl", "export"]
     assert stages["export"]["inputs"] == ["rl"] and stages["rl"]["inputs"] == ["sft"]
@@ -106,7 +107,7 @@ def test_a_copied_bundle_carries_its_lineage(tmp_path: Path) -> None:
     run_pipeline(spec, classes=CLASSES)
     bundle = tmp_path / "elsewhere"
     bundle.mkdir()
-    (bundle / "lineage.json").write_text(as_text(lineage_of(spec, tmp_path / "out", "export")))
+    (bundle / "lineage.json").write_text(lineage_text(lineage_of(spec, tmp_path / "out", "export")))
     assert find_lineage(bundle) == lineage_of(spec, tmp_path / "out", "export")
 
 

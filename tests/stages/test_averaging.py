@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.stages.api import export_checkpoint
 from tests.stages.killing import finish, outcome, tensor_files, write_rows, write_spec, write_tiny
 
@@ -79,7 +80,7 @@ def test_the_average_is_that_of_the_weights_is_handed_on_and_survives_a_kill(tmp
             assert float((value - average[name]).abs().max()) < 1e-6, name
     handed = json.loads((whole / "status.json").read_text())["stages"]["sft"]["output"]
     assert (handed["kind"], handed["path"]) == ("Checkpoint", f"sft/averaged/step_{STEPS}")
-    export_checkpoint(whole, tmp_path / "exported", 1.0)
+    export_checkpoint(whole, tmp_path / "exported", ExportStageSpec(parity="weights"))
     for name, value in tensors(tmp_path / "exported").items():
         assert float((value - average[name]).abs().max()) < 1e-6, name
     metrics = [json.loads(line) for line in (whole / "sft" / "metrics.jsonl").read_text().splitlines()]

@@ -14,15 +14,15 @@ import torch
 from safetensors import safe_open
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.export.hf import write_export
 from nemo_rl_like.model.hf_io import SafetensorsReader, write_weights
-from nemo_rl_like.stages.export import write_export
 from nemo_rl_like.tensors.shards import INDEX
 
 _MIB = 1 << 20
 EXPORT = """
 import resource, sys
 from pathlib import Path
-from nemo_rl_like.stages.export import write_export
+from nemo_rl_like.export.hf import write_export
 
 def status(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) << 10

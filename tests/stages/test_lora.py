@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages.api import export_checkpoint
 from tests.generation.tiny_models import scores
@@ -37,7 +38,7 @@ stages:
     optimizer: {lr: 1.0e-2}
     checkpoint: {every_steps: 1, keep_last: 9}
   - {kind: export, adapter: true, name: adapter}
-  - kind: export
+  - {kind: export, parity: weights}
 """
 
 
@@ -88,7 +89,7 @@ def test_adapters_are_trained_exported_and_survive_a_kill(tmp_path: Path) -> Non
         ends = [tensor_files(run / stage / "checkpoints" / f"step_{step}") for run in (whole, cut)]
         assert ends[0] == ends[1] and any(name.startswith("adapter/") for name in ends[0])
         assert metric_lines(cut / stage) == metric_lines(whole / stage)
-    again = export_checkpoint(whole, tmp_path / "again", 1.0, adapter=True)
+    (again,) = export_checkpoint(whole, tmp_path / "again", ExportStageSpec(adapter=True))
     assert tensor_names(again) == tensor_names(whole / "adapter" / "model")
 
 

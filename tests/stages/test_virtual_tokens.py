@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.stages.api import export_checkpoint
 from tests.stages.killing import finish, metric_lines, tensor_files
@@ -61,7 +62,7 @@ def test_virtual_tokens_are_trained_exported_and_survive_a_kill(kind: str, tmp_p
     assert ends[0] == ends[1] and any(name.startswith("adapter/") for name in ends[0])
     assert metric_lines(cut / "rl") == metric_lines(whole / "rl")
     with pytest.raises(InputError, match="has virtual tokens"):
-        export_checkpoint(whole, tmp_path / "merged", 1.0)
+        export_checkpoint(whole, tmp_path / "merged", ExportStageSpec())
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,22 @@
-"""`nrl eval`, `nrl chat` and `nrl export`: what one does with a checkpoint."""
+"""`nrl eval`, `nrl chat`, `nrl export` and `nrl export-check`: what one does with a checkpoint."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+import yaml
 from pydantic import ValidationError
 
-from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.cli.logs import log_to_stderr
+from nemo_rl_like.export.check import check_bundle
+from nemo_rl_like.pipeline.lineage import find_lineage
 from nemo_rl_like.spec.evaluate import EvaluationSpec
-from nemo_rl_like.stages.api import chat_session, evaluate_checkpoint, export_checkpoint
+from nemo_rl_like.spec.export import ExportStageSpec
+from nemo_rl_like.stages.api import chat_session, checkpoint_at, evaluate_checkpoint, export_checkpoint
 
 
 def evaluation(split: str, tasks: int | None, samples: int, temperature: float, max_new_tokens: int) -> EvaluationSpec:
@@ -48,10 +53,71 @@ def chat(source: Path, *, temperature: float, max_new_tokens: int) -> None:
             typer.echo(session.reply(text))
 
 
-def export(source: Path, target: Path, *, shard_gib: float, adapter: bool) -> None:
+def export_stage(
+    kinds: Sequence[str],
+    options: Sequence[str],
+    *,
+    adapter: bool,
+    parity: str,
+    shard_gib: float,
+    license_name: str | None,
+) -> ExportStageSpec:
+    """The stage that the options ask for. Raises SpecError naming the option that is wrong."""
+    if options and len(kinds) != 1:
+        raise SpecError(
+            f"{options[0]}: KEY=VALUE are options of one target; give one --to, or write the targets in a spec"
+        )
+    given = dict(_option(text) for text in options)
+    values = {
+        "adapter": adapter,
+        "targets": [{"kind": kind, **given} for kind in kinds],
+        "parity": parity,
+        "shard_gib": shard_gib,
+        "license": license_name,
+    }
+    try:
+        return ExportStageSpec.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise SpecError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; it is {first['input']!r}") from error
+
+
+def export(source: Path, target: Path, stage: ExportStageSpec) -> None:
     """Export and print where it lies."""
     log_to_stderr()
-    typer.echo(str(export_checkpoint(source, target, shard_gib=shard_gib, adapter=adapter)))
+    checkpoint = checkpoint_at(source)
+    try:
+        lineage = find_lineage(checkpoint)
+    except InputError:  # it stands alone
+        lineage = {}
+    for place in export_checkpoint(checkpoint, target, stage, lineage):
+        typer.echo(str(place))
+
+
+def check_export(folder: Path, *, as_json: bool) -> bool:
+    """Print what a bundle is and what is wrong with it; False if something is."""
+    report = check_bundle(folder)
+    problems = [{"path": problem.path, "message": problem.message} for problem in report.problems]
+    if as_json:
+        found = {"ok": not problems, "kind": report.kind, "manifest": report.manifest is not None, "problems": problems}
+        typer.echo(json.dumps(found, indent=1))
+        return not problems
+    unproved = "" if report.manifest is not None else " (no manifest.json: its layout alone was checked)"
+    typer.echo(f"{folder}: {report.kind}{unproved}: {f'{len(problems)} problem(s)' if problems else 'ok'}")
+    for problem in report.problems:
+        typer.echo(f"  {problem}")
+    return not problems
+
+
+def _option(text: str) -> tuple[str, object]:
+    """KEY=VALUE, the value as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise SpecError(f"{text!r} must be KEY=VALUE, an option of the target such as max_model_len=4096")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise SpecError(f"{key}: {value!r} is not valid YAML: {error}") from error
 
 
 def _ask() -> str:

@@ -11,8 +11,9 @@ import typer
 
 from nemo_rl_like.artifacts.errors import InputError, OutputFolderError
 from nemo_rl_like.artifacts.hashing import JSON
+from nemo_rl_like.artifacts.lineage import lineage_text
 from nemo_rl_like.pipeline.foresight import Foreseen, foresee
-from nemo_rl_like.pipeline.lineage import as_text, find_lineage
+from nemo_rl_like.pipeline.lineage import find_lineage
 from nemo_rl_like.pipeline.records import StageRecord, read_run, read_status
 from nemo_rl_like.pipeline.run_folder import holder_of
 from nemo_rl_like.pipeline.wiring import wire
@@ -95,7 +96,7 @@ def status(folder: Path, *, as_json: bool) -> None:
 
 def lineage(path: Path) -> None:
     """Print where a bundle, a stage's result or a run's last result comes from, as JSON."""
-    typer.echo(as_text(find_lineage(path)), nl=False)
+    typer.echo(lineage_text(find_lineage(path)), nl=False)
 
 
 def _shown(name: str, kind: str, record: StageRecord | None, *, alive: bool) -> _Shown:
