@@ -21,6 +21,7 @@ from nemo_rl_like.model.bottleneck import check_bottleneck
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.lora_map import check_targets
+from nemo_rl_like.model.nf4_map import check_nf4
 from nemo_rl_like.model.outline import Outline
 from nemo_rl_like.model.prefix import check_prefix
 from nemo_rl_like.model.virtual_tokens import check_prompt
@@ -103,6 +104,8 @@ def _check_shape(spec: ExperimentSpec) -> None:
         )
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
+        if spec.policy.lora.base is not None:
+            check_nf4(config, spec.policy.layout)
     if isinstance(spec.policy.adapter, PromptTuningSpec):
         check_prompt(config, spec.policy.adapter)
     if isinstance(spec.policy.adapter, PrefixTuningSpec):

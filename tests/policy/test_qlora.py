@@ -125,7 +125,7 @@ def most_alive(this: PolicyRank) -> int:
         patch.setattr(Nf4Weight, "dequantized", watched)
         this.train_step(make_batch(), None, CrossEntropy())
         log_probs(this, make_batch())
-    assert len(found) > 50
+    assert len(found) > 2 * sum(isinstance(p, Nf4Weight) for p in this.model.parameters())  # type: ignore[attr-defined]
     return max(found)
 
 

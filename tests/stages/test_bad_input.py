@@ -191,6 +191,18 @@ def test_a_damaged_model_folder_is_refused(
             ("policy.lora.dropout is 0.1", "gate_proj, up_proj, down_proj", "in experts of a qwen3_moe model"),
         ),
         (
+            ("policy.lora={base: {kind: nf4}}", "model.init.intermediate_size=96"),
+            (
+                "policy.lora.base is nf4",
+                "96 inputs of model.layers.0.mlp.down_proj.weight",
+                "leave policy.lora.base out",
+            ),
+        ),
+        (
+            ("policy.adapter={kind: bottleneck, reduction: 7}",),
+            ("policy.adapter.reduction is 7", "hidden_size (64)", "set `width`"),
+        ),
+        (
             (*EXPERTS, "policy.layout.dp=2", "policy.layout.ep=2", "cluster.devices=2"),
             ("`engine.kind: embedded` decodes on each data-parallel rank by itself", "vllm"),
         ),
