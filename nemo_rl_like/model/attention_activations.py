@@ -15,6 +15,8 @@ from nemo_rl_like.model.pass_sizes import FLOAT32, AttentionBlock, PassSizes
 Layers = Literal["local", "transformer_engine"]
 QUERIES = 512
 """Queries of a row that attend in one call where a mask, sinks or a cap need it; those of `attention_rows`."""
+_MATRICES = 4
+"""float32 numbers that capped attention's backward has at once for each pair of a query and a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +170,6 @@ class AttentionActivations:
         return sizes.tokens * (
             (q + k + values + self._output_width() + normed) * sizes.itemsize + FLOAT32 * sizes.heads
         )
-
-
-_MATRICES = 4
 
 
 def _value_width(latent: LatentConfig | None, sizes: PassSizes) -> int:

@@ -29,12 +29,6 @@ class Routes:
         self._differs: Tensor | None = None
 
     @property
-    def width(self) -> int:
-        """Numbers of a token."""
-        layers, per_token = self._shape
-        return layers * per_token
-
-    @property
     def busy(self) -> bool:
         """Whether a router must say, or be told, what it chooses."""
         return self._record is not None or self._replayed is not None or self._taken is not None

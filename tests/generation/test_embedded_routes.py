@@ -133,7 +133,7 @@ def test_every_rank_of_every_layout_tells_the_same_experts(
     folder: Path, engine: EmbeddedEngine, tmp_path: Path, layout: LayoutSpec
 ) -> None:
     alone = engine.generate(REQUESTS, SAMPLING)
-    answers = run(folder, Job(REQUESTS, [SAMPLING], [], 5, record_routes=True), layout, tmp_path)
+    answers = run(folder, Job(REQUESTS, [SAMPLING], [PROMPTS[0]], 5, record_routes=True), layout, tmp_path)
     layers = 2
     for answer in answers:
         for mine, theirs in zip(alone, answer.completions[0], strict=True):
