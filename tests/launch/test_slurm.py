@@ -120,6 +120,23 @@ def test_a_waiting_job_is_refused_a_second_time_and_cancelled(slurm: Cluster, tm
         slurm.call("scontrol", "update", "partition=batch", "state=up")
 
 
+def test_a_job_of_two_hosts_equals_a_run_on_one(slurm: Cluster, tmp_path: Path) -> None:
+    """GRPO with a data-parallel rank on each host: the same weights, moments, episodes and metrics to the last bit."""
+    output = tmp_path / "run"
+    done = nrl(
+        "submit",
+        str(write_job(tmp_path, output, steps=2, addresses=ADDRESSES)),
+        "--to",
+        "slurm",
+        "--wait",
+        environ=slurm.environ,
+    )
+    assert done.returncode == 0, done.stdout + log_of(output)
+    assert {"node1", "node2"} == {path.name.split("-")[0] for path in (tmp_path / "run.jobs" / "nodes").iterdir()}
+    assert outcome(output) == outcome(never_stopped(tmp_path, 2))
+
+
+@pytest.mark.slow
 def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm: Cluster, tmp_path: Path) -> None:
     """The batch script hears USR1, the driver saves, Slurm starts the job again, and it goes on by itself."""
     output = tmp_path / "run"
@@ -141,6 +158,7 @@ def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm
     assert subprocess.run(["pgrep", "-f", str(token.parent)], capture_output=True).returncode == 1, "nothing is left"
 
 
+@pytest.mark.slow
 def test_a_job_whose_spec_is_wrong_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
     spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, addresses={})
     (tmp_path / "prompts.jsonl").unlink()
