@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from nemo_rl_like.launch.node.hostlist import expand
+from nemo_rl_like.launch.slurm.target import SlurmTarget
 from tests.launch.jobs import nrl, steps_done, wait_until, write_job
 from tests.launch.slurm_cluster import ADDRESSES, Cluster, running
 from tests.stages.killing import finish, outcome
@@ -187,20 +188,21 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
 
 @pytest.mark.slow
 def test_a_running_job_that_is_cancelled_saves_and_stays_ended_until_it_is_submitted_again(
-    slurm: Cluster, tmp_path: Path
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environ["SLURM_CONF"])
     output = tmp_path / "run"
-    spec = write_job(tmp_path, output, nodes=1, ranks=1, steps=6, addresses={})
+    spec = write_job(tmp_path, output, nodes=1, ranks=1, steps=60, addresses={})
     job = submit(slurm, spec)
     wait_until(lambda: steps_done(output) >= 2, lambda: log_of(output))
-    assert nrl("cancel", str(output), environ=slurm.environ).returncode == 0
+    SlurmTarget().cancel(job, tmp_path / "run.jobs" / "0001")
     slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
     told = nrl("status", str(output), environ=slurm.environ).stdout
     assert "cancelled" in told and "exit code 75:0" in told and "rl: stopped" in told, told
     assert slurm.job(job)["Restarts"] == "0"
     again = nrl("resubmit", str(output), "--wait", environ=slurm.environ)
     assert again.returncode == 0 and "run.jobs/0002: done" in again.stdout, again.stdout + again.stderr
-    assert steps_done(output) == 6
+    assert steps_done(output) == 60
 
 
 @pytest.mark.slow
