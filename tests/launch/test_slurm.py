@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from nemo_rl_like.launch.node.hostlist import expand
+from nemo_rl_like.launch.slurm.target import SlurmTarget
 from tests.launch.jobs import nrl, steps_done, wait_until, write_job
 from tests.launch.slurm_cluster import ADDRESSES, Cluster, running
 from tests.stages.killing import finish, outcome
@@ -120,6 +121,23 @@ def test_a_waiting_job_is_refused_a_second_time_and_cancelled(slurm: Cluster, tm
         slurm.call("scontrol", "update", "partition=batch", "state=up")
 
 
+def test_a_job_of_two_hosts_equals_a_run_on_one(slurm: Cluster, tmp_path: Path) -> None:
+    """GRPO with a data-parallel rank on each host: the same weights, moments, episodes and metrics to the last bit."""
+    output = tmp_path / "run"
+    done = nrl(
+        "submit",
+        str(write_job(tmp_path, output, steps=2, addresses=ADDRESSES)),
+        "--to",
+        "slurm",
+        "--wait",
+        environ=slurm.environ,
+    )
+    assert done.returncode == 0, done.stdout + log_of(output)
+    assert {"node1", "node2"} == {path.name.split("-")[0] for path in (tmp_path / "run.jobs" / "nodes").iterdir()}
+    assert outcome(output) == outcome(never_stopped(tmp_path, 2))
+
+
+@pytest.mark.slow
 def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm: Cluster, tmp_path: Path) -> None:
     """The batch script hears USR1, the driver saves, Slurm starts the job again, and it goes on by itself."""
     output = tmp_path / "run"
@@ -141,6 +159,7 @@ def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm
     assert subprocess.run(["pgrep", "-f", str(token.parent)], capture_output=True).returncode == 1, "nothing is left"
 
 
+@pytest.mark.slow
 def test_a_job_whose_spec_is_wrong_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
     spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, addresses={})
     (tmp_path / "prompts.jsonl").unlink()
@@ -169,20 +188,21 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
 
 @pytest.mark.slow
 def test_a_running_job_that_is_cancelled_saves_and_stays_ended_until_it_is_submitted_again(
-    slurm: Cluster, tmp_path: Path
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environ["SLURM_CONF"])
     output = tmp_path / "run"
-    spec = write_job(tmp_path, output, nodes=1, ranks=1, steps=6, addresses={})
+    spec = write_job(tmp_path, output, nodes=1, ranks=1, steps=60, addresses={})
     job = submit(slurm, spec)
     wait_until(lambda: steps_done(output) >= 2, lambda: log_of(output))
-    assert nrl("cancel", str(output), environ=slurm.environ).returncode == 0
+    SlurmTarget().cancel(job, tmp_path / "run.jobs" / "0001")
     slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
     told = nrl("status", str(output), environ=slurm.environ).stdout
     assert "cancelled" in told and "exit code 75:0" in told and "rl: stopped" in told, told
     assert slurm.job(job)["Restarts"] == "0"
     again = nrl("resubmit", str(output), "--wait", environ=slurm.environ)
     assert again.returncode == 0 and "run.jobs/0002: done" in again.stdout, again.stdout + again.stderr
-    assert steps_done(output) == 6
+    assert steps_done(output) == 60
 
 
 @pytest.mark.slow
