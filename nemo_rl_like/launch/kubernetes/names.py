@@ -24,24 +24,17 @@ SCRATCH = {"tmp": "/tmp", "home": HOME}
 MIB_PER_GIB = 1024
 
 
-def dns_name(name: str, longest: int = LONGEST_NAME) -> str:
-    """`name` as a label of a DNS name (RFC 1035), at most `longest` characters.
-
-    A name that is one already stays; of any other, what can stay does, and a hash keeps different names different.
-    """
-    if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= longest:
-        return name
-    mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    kept = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if not kept or not kept[0].isalpha():
-        kept = f"job-{kept}".rstrip("-")
-    return f"{kept[: longest - len(mark) - 1].rstrip('-')}-{mark}"
-
-
 def object_name(job: Job) -> str:
-    """Name of the job's objects: its own, and a hash of the submission's folder, since a job may be submitted again while the last is kept."""
-    mark = hashlib.sha256(str(job.folder).encode()).hexdigest()[:8]
-    return f"{dns_name(job.name, LONGEST_NAME - len(mark) - 1)}-{mark}"
+    """Name of the job's objects: a label of a DNS name (RFC 1035), at most LONGEST_NAME characters.
+
+    What of the job's name can stay does; a hash of it and of the submission's folder keeps jobs apart, for one may be submitted again while the
+    last is kept.
+    """
+    mark = hashlib.sha256(f"{job.name}\n{job.folder}".encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    kept = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    if not kept[:1].isalpha():
+        kept = f"job-{kept}"
+    return f"{kept[: LONGEST_NAME - len(mark) - 1].rstrip('-')}-{mark}"
 
 
 def mebibytes(gib: float) -> int:

@@ -26,6 +26,7 @@ from tests.launch.kubernetes.controllers import expanded
 from tests.launch.kubernetes.jobs import SHAPES, full_job, make_job
 from tests.launch.kubernetes.schemas import Unfit, check
 
+TINY = make_job()
 EXAMPLES = Path(__file__).parents[3] / "k8s/examples"
 QUEUES = (None, "kueue", "volcano", "kai")
 CASES = [(s, q) for s, q in itertools.product(SHAPES, QUEUES) if not (q == "kai" and s.startswith("ray"))]
@@ -200,9 +201,8 @@ def test_any_text_reaches_the_process_as_it_is(values: list[str]) -> None:
 @given(st.text(max_size=80))
 @settings(max_examples=200, deadline=None)
 def test_any_name_becomes_one_that_dns_takes(name: str) -> None:
-    made = names.dns_name(name)
+    made = names.object_name(replace(TINY, name=name))
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made) and len(made) <= names.LONGEST_NAME
-    assert names.dns_name(made) == made
 
 
 def test_a_job_that_is_submitted_again_has_a_name_of_its_own() -> None:
@@ -223,7 +223,8 @@ def test_a_job_runs_as_far_as_it_was_asked() -> None:
 @given(st.text("abAB01-_", max_size=6), st.text("abAB01-_", max_size=6))
 @settings(max_examples=200, deadline=None)
 def test_two_names_stay_two(one: str, other: str) -> None:
-    assert (names.dns_name(one) == names.dns_name(other)) == (one == other)
+    same = names.object_name(replace(TINY, name=one)) == names.object_name(replace(TINY, name=other))
+    assert same == (one == other)
 
 
 def test_the_name_of_a_pod_fits_a_host_name() -> None:
