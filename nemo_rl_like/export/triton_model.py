@@ -17,6 +17,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _SAMPLING = ("max_tokens", "temperature", "seed", "ignore_eos", "stop_token_ids")
 
 
@@ -45,7 +46,7 @@ class TritonPythonModel:
                 self._answer(request, sender)
             except (ValueError, TypeError) as error:
                 failed = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-                sender.send(failed, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                sender.send(failed, flags=_FINAL)
 
     def _answer(self, request: Any, sender: Any) -> None:
         asked = self._sampling(_scalar(request, "sampling_parameters"))
@@ -57,13 +58,13 @@ class TritonPythonModel:
             ids.append(token)
             if stream:
                 part, said = self._next_part(ids, said, last=bool(reason))
-                sender.send(_response(part, [token], reason))
-            if request.is_cancelled():
-                break
+                sender.send(_response(part, [token], reason), flags=_FINAL if reason else 0)
+            if request.is_cancelled() and not reason:
+                sender.send(flags=_FINAL)
+                return
         if not stream:
             before = "" if bool(_scalar(request, "exclude_input_in_output")) else text
-            sender.send(_response(before + self._text(ids), ids, reason))
-        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            sender.send(_response(before + self._text(ids), ids, reason), flags=_FINAL)
 
     def _prompt(self, request: Any) -> tuple[list[int], str]:
         """Token ids [n] of the prompt, and its text. Raises ValueError."""
@@ -80,6 +81,8 @@ class TritonPythonModel:
     def _sampling(self, given: bytes | None) -> dict[str, Any]:
         """The request's sampling parameters. Raises ValueError for one that is not known or out of range."""
         asked = json.loads(given) if given is not None else {}
+        if not isinstance(asked, dict):
+            raise ValueError(f"`sampling_parameters` is {asked!r}, must be a JSON object")
         unknown = sorted(set(asked) - set(_SAMPLING))
         if unknown:
             raise ValueError(f"`sampling_parameters` has {unknown[0]!r}, which is not one of {', '.join(_SAMPLING)}")

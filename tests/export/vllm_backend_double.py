@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 INPUTS = (
     {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
     {"name": "input_ids", "data_type": "TYPE_INT32", "dims": [-1], "optional": True},
@@ -110,10 +111,10 @@ class TritonPythonModel:
             finished = part["finished"]
             said.append(part)
             if stream:
-                sender.send(response(part["text"], part["ids"]))
+                sender.send(response(part["text"], part["ids"]), flags=FINAL if finished else 0)
         if not stream:
-            sender.send(response(before + "".join(p["text"] for p in said), [i for p in said for i in p["ids"]]))
-        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            text = before + "".join(part["text"] for part in said)
+            sender.send(response(text, [token for part in said for token in part["ids"]]), flags=FINAL)
 
 
 def scalar(request: Any, name: str) -> Any:
