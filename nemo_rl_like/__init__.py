@@ -4,5 +4,7 @@ import os
 
 __version__ = "0.1.0"
 
-# Ray says this on the driver's stdout beside the error that we raise; it is read once, when ray is imported, by whatever module.
+# Both are read once, when ray is imported, by whatever module. A Ray without a token runs whatever anybody sends to its ports.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+# Ray says this on the driver's stdout beside the error that we raise.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing")

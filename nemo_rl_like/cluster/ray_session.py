@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RaySystemError
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.cluster import interrupt, joined, watchdog
+from nemo_rl_like.cluster import auth, interrupt, joined, watchdog
 from nemo_rl_like.cluster.devices import Devices, visible_devices
 from nemo_rl_like.cluster.environment import allowed, replaced_environ
 from nemo_rl_like.cluster.errors import ClusterStartError
@@ -70,11 +70,12 @@ class RaySession:
             raise ClusterStartError("this process is already connected to a Ray; end that session first")
         job = joined.of_environment(os.environ)
         spec = _with_job(spec, job)
-        environ = _ray_environ(spec, job.variables if job is not None else ())
+        auth.mode_of(spec)
         run_id = uuid.uuid4().hex[:16]
         log_folder = output.absolute() / "logs"
         log_folder.mkdir(parents=True, exist_ok=True)
         temp_dir = _make_temp_dir(run_id) if spec.address is None else None
+        environ = _ray_environ(spec, job.variables if job is not None else (), temp_dir)
         session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)
         environ.update(session._marks())
         with ExitStack() as undo:
@@ -193,16 +194,11 @@ def _with_job(spec: ClusterSpec, job: JobCluster | None) -> ClusterSpec:
     return spec.model_copy(update={"address": job.address, "auth": job.auth})
 
 
-def _ray_environ(spec: ClusterSpec, further: Sequence[str]) -> dict[str, str]:
+def _ray_environ(spec: ClusterSpec, further: Sequence[str], temp_dir: Path | None) -> dict[str, str]:
     environ = allowed(os.environ) | {name: os.environ[name] for name in further if name in os.environ}
     environ.pop("RAY_ADDRESS", None)  # only the spec or the job says which cluster is joined
-    if spec.auth == "token" and not environ.get("RAY_AUTH_TOKEN_PATH"):
-        raise SpecError(
-            "`cluster.auth` is `token`, but RAY_AUTH_TOKEN_PATH is not set; point it at a file (mode 0600, same content "
-            "on every host) that holds the token, or set `cluster.auth: disabled` for a single host"
-        )
     environ.update(
-        RAY_AUTH_MODE=spec.auth,
+        auth.variables(spec, os.environ, temp_dir),
         RAY_worker_niceness="0",
         RAY_USAGE_STATS_ENABLED="0",
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",

@@ -84,6 +84,8 @@ def run_pipeline(
         StoppedBySignal: a stage saved its state because it was asked to stop.
     """
     watch({name: os.environ[ref.env] for name, ref in spec.secrets.items() if ref.env in os.environ})
+    if spec.cluster.auth is not None:
+        os.environ["RAY_AUTH_MODE"] = spec.cluster.auth  # read when the first stage imports ray
     output = Path(spec.output)
     check_output(output, start)
     if start == "resume":

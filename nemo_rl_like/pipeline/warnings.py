@@ -67,8 +67,8 @@ def _saving(spec: ExperimentSpec) -> Iterator[str]:
 
 def _launch(spec: ExperimentSpec, seconds: float) -> Iterator[str]:
     launch = spec.launch
-    if launch.nodes > 1 and spec.cluster.auth == "disabled" and spec.cluster.address is not None:
-        yield "`cluster.auth` is disabled and the cluster has several hosts: anyone who reaches its ports runs code; set `cluster.auth: token`"
+    if "disabled" in (spec.cluster.auth, launch.auth):
+        yield "`cluster.auth` or `launch.auth` is disabled: whoever reaches Ray's ports runs code as you; leave it out on any shared network"
     if launch.image is not None and "@sha256:" not in launch.image and not launch.image.endswith(".sqsh"):
         yield f"`launch.image` {launch.image} is a tag, which may move; pin it by digest (`name@sha256:...`)"
     if launch.time_limit_min is not None and seconds > launch.time_limit_min * 60:

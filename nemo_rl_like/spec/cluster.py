@@ -16,8 +16,8 @@ class ClusterSpec(Spec):
     """Ray address to join; default: start a local Ray."""
     devices: PositiveInt | None = None
     """Devices that ranks may use; default: visible GPUs, or CPU cores on a machine without one."""
-    auth: Literal["disabled", "token"] = "disabled"
-    """Ray's authentication mode, always set explicitly; `token` for a cluster of several hosts."""
+    auth: Literal["disabled", "token"] | None = None
+    """Ray's authentication: a secret of the run's own, or none; default: as RAY_AUTH_MODE says, else `token`."""
     object_store_gib: PositiveFloat = 1.0
     """Size of the local Ray object store, in GiB."""
     start_timeout_s: PositiveFloat = 180.0

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.cluster.errors import ClusterStartError
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.cluster.watchdog import command_line, kill_run, processes_of_run, segments_of
@@ -160,12 +159,59 @@ def test_a_child_that_hides_its_environment_and_a_semaphore_are_found() -> None:
     assert not os.path.exists(semaphore) and not os.path.exists(f"/proc/{child}/exe")
 
 
-def test_a_token_without_a_file_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    with pytest.raises(SpecError, match=r"`cluster\.auth` is `token`.*RAY_AUTH_TOKEN_PATH"):
-        RaySession.start(ClusterSpec(auth="token"), tmp_path)
+TRY_TOKEN = """
+import os, sys
+from pathlib import Path
+from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.cluster.ray_session import RaySession
+from nemo_rl_like.spec.cluster import ClusterSpec
+import ray
+if __name__ == "__main__":
+    try:
+        with RaySession.start(ClusterSpec(**eval(sys.argv[2])), Path(sys.argv[1])) as session:
+            print("gcs", ray.get_runtime_context().gcs_address, flush=True)
+            print("value", ray.get(ray.remote(lambda: 5).remote()), flush=True)
+            print("mode", oct(next(session.temp_dir.glob("token")).stat().st_mode), flush=True)
+            sys.stdin.readline()
+    except SpecError as error:
+        print("refused", error)
+"""
+STRANGER = "import ray; ray.init(address='{}', logging_level='ERROR'); print('inside', ray.nodes())"
+
+
+def without_auth(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | more
+
+
+def test_a_run_of_its_own_has_a_secret_and_a_stranger_on_the_host_is_kept_out(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRY_TOKEN, str(tmp_path), "{}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, env=without_auth(), **pipes) as owner:
+        told = dict(owner.stdout.readline().split(maxsplit=1) for _ in range(3))
+        try:
+            assert told["value"].strip() == "5" and told["mode"].strip() == "0o100600"
+            for mode in ("disabled", "token"):
+                env = without_auth(RAY_AUTH_MODE=mode, RAY_AUTH_TOKEN="0" * 64)
+                code = STRANGER.format(told["gcs"].strip())
+                tried = subprocess.run(
+                    [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+                )
+                assert tried.returncode != 0 and "inside" not in tried.stdout
+                assert "token" in tried.stderr.lower()
+        finally:
+            owner.communicate("\n", timeout=60)
+
+
+def test_a_mode_that_came_too_late_is_refused_with_the_fix(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRY_TOKEN, str(tmp_path), "{'auth': 'disabled'}"]
+    done = subprocess.run(command, env=without_auth(), capture_output=True, text=True, timeout=120)
+    assert "refused `cluster.auth` is disabled, but ray was imported with RAY_AUTH_MODE=token; set" in done.stdout
+
+
+def test_a_cluster_is_joined_with_its_token_or_not_at_all(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRY_TOKEN, str(tmp_path), "{'address': '127.0.0.1:9', 'start_timeout_s': 3}"]
+    done = subprocess.run(command, env=without_auth(), capture_output=True, text=True, timeout=120)
+    assert "RAY_AUTH_TOKEN_PATH is not set; point it at a file" in done.stdout
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:9"])

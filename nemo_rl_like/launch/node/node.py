@@ -246,13 +246,16 @@ class _Host:
         )
 
     def _auth(self) -> Literal["token", "disabled"]:
-        """Ray's mode: that of a Ray which runs already, none on one host, else as asked."""
+        """Ray's mode: that of a Ray which runs already, or of this environment on one host, whose driver makes a token; else as asked."""
+        mode: Literal["token", "disabled"] = "token" if os.environ.get("RAY_AUTH_MODE") == "token" else "disabled"
         if self.place.ray_address is not None:
-            return "token" if os.environ.get("RAY_AUTH_MODE") == "token" else "disabled"
-        return self.launch.auth if self.place.nodes > 1 else "disabled"
+            return mode if os.environ.get(token.PATH_ENV) else "disabled"
+        if self.place.nodes == 1:
+            return mode
+        return self.launch.auth
 
     def _find_token(self, folder: Path) -> Path | None:
-        if self.place.ray_address is not None or self._auth() == "disabled":
+        if self.place.ray_address is not None or self.place.nodes == 1 or self._auth() == "disabled":
             return None
         return token.find(folder)
 
