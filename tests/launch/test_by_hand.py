@@ -100,5 +100,5 @@ def test_a_host_that_nobody_joins_says_who_is_missing(
     process = hosts[0].start(["node", str(spec), "launch.start_timeout_s=40"], tmp_path / "log")
     assert process.wait(120) == 1
     text = (tmp_path / "log").read_text()
-    assert "after 40 s 1 of 2 hosts are there (this host), missing: rank 1" in text
+    assert "after 40 s 1 of 2 hosts are there (this host), missing: 1 more" in text
     assert not output.exists(), "nothing was started that costs"
