@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.hosts import Host, connected
@@ -90,6 +91,25 @@ def test_a_host_that_is_cut_off_and_returns_ends_the_run_and_a_resumed_one_equal
     reference = write_job(tmp_path, alone, steps=6, addresses={})
     assert finish(["run", str(reference), "cluster.devices=2"], tmp_path / "alone.log") == 0
     assert outcome(output) == outcome(alone)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_ends_the_job_on_every_host_and_leaves_nothing(
+    hosts: list[Host], job: tuple[Path, Path], tmp_path: Path
+) -> None:
+    spec, output = job
+    made = HandMade(hosts, spec, tmp_path, 1)
+    try:
+        wait_until(lambda: steps_done(output) >= 1, lambda: made.text(0) + made.text(1))
+        (head,) = [p for p in psutil.Process(made.processes[0].pid).children() if "run" in p.cmdline()]
+        parts = [p for process in made.processes for p in psutil.Process(process.pid).children(recursive=True)]
+        assert any("raylet" in p.name() for p in parts), "or this test shows nothing"
+        head.kill()
+        assert made.ended(60) == [128 + signal.SIGKILL] * 2, made.text(0)[-2000:] + made.text(1)[-2000:]
+        _, left = psutil.wait_procs(parts, timeout=20)
+        assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
+    finally:
+        made.kill()
 
 
 @pytest.mark.slow
