@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from nemo_rl_like.launch.node.hostlist import expand
-from nemo_rl_like.launch.slurm.target import SlurmTarget
+from nemo_rl_like.spec.loader import load_spec
 from tests.launch.jobs import nrl, steps_done, wait_until, write_job
 from tests.launch.slurm_cluster import ADDRESSES, Cluster, running
 from tests.stages.killing import finish, outcome
@@ -81,30 +81,135 @@ def test_a_job_that_slurm_accepts_is_shown_and_not_started(slurm: Cluster, tmp_p
 
 
 STUB = """#!/bin/sh
-echo "$SLURM_PROCID: $* | $GIVEN_IMAGE | $GIVEN_MOUNTS | $GIVEN_WORKDIR | $GIVEN_NO_HOME | $PWD | $SECRET_WORD$MY_WORD"
+echo "$SLURM_PROCID.${SLURM_RESTART_COUNT:-0}: $*"
+case $(cat FOLDER/behaviour) in
+  tell) echo "$GIVEN_IMAGE | $GIVEN_MOUNTS | $GIVEN_WORKDIR | $GIVEN_NO_HOME | $PWD | $SECRET_WORD$MY_WORD";;
+  save) while [ ! -e "$4" ]; do sleep 0.1; done; exit 75;;
+  *) exit $(cat FOLDER/behaviour);;
+esac
 """
 
 
-def test_a_container_and_an_allow_list_reach_every_host(slurm: Cluster, tmp_path: Path) -> None:
-    """What srun's own parser made of the flags, in each task; `nrl` of the image is a stub that tells."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nrl").write_text(STUB)
-    (tmp_path / "bin" / "nrl").chmod(0o755)
-    environ = slurm.environ | {
-        "PATH": f"{tmp_path}/bin:{slurm.environ['PATH']}",
-        "SECRET_WORD": "hidden",
-        "MY_WORD": "told",
-    }
-    extra = "  image: nvcr.io/nvidia/nemo@sha256:aa\n  mounts: [{source: '/a b', target: /data, read_only: true}]\n"
-    spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES, extra=extra)
+class Stub:
+    """Jobs whose container has a stub in the place of `nrl`: it tells what it was given, and does as it is told."""
+
+    def __init__(self, slurm: Cluster, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        self.output = folder / "run"
+        self.jobs = folder / "run.jobs"
+        (folder / "bin").mkdir()
+        (folder / "bin" / "nrl").write_text(STUB.replace("FOLDER", str(folder)))
+        (folder / "bin" / "nrl").chmod(0o755)
+        self.environ = slurm.environ | {"PATH": f"{folder}/bin:{slurm.environ['PATH']}"}
+
+    def does(self, behaviour: str) -> None:
+        (self.folder / "behaviour").write_text(behaviour)
+
+    def spec(self, extra: str = "", *, nodes: int = 1) -> Path:
+        return write_job(
+            self.folder, self.output, nodes=nodes, addresses={}, extra=f"  image: some/image@sha256:aa\n{extra}"
+        )
+
+    def submit(self, spec: Path, *further: str) -> subprocess.CompletedProcess[str]:
+        return nrl("submit", str(spec), "--to", "slurm", *further, environ=self.environ, cwd=self.folder)
+
+    def started(self, spec: Path, *further: str) -> str:
+        done = self.submit(spec, *further)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split("slurm job ")[1].split()[0]
+
+    def heard(self, name: str = "log.txt") -> list[str]:
+        """What the stub and Slurm wrote, without Slurm's own remarks."""
+        path = self.jobs / "0001" / name
+        return (
+            [line for line in path.read_text().splitlines() if not line.startswith(("srun:", "slurmstepd"))]
+            if path.exists()
+            else []
+        )
+
+    def restart(self, job: str, behaviour: str) -> None:
+        """Wait until the job is requeued, and start it again, with another behaviour."""
+        wait_until(lambda: self.slurm.job(job)["JobState"] == "PENDING", lambda: str(self.slurm.job(job)))
+        self.does(behaviour)
+        start_now(self.slurm, job)
+
+
+@pytest.fixture
+def stub(slurm: Cluster, tmp_path: Path) -> Stub:
+    return Stub(slurm, tmp_path)
+
+
+def test_a_container_and_an_allow_list_reach_every_host(stub: Stub) -> None:
+    """What srun's own parser made of the flags, in each task."""
+    stub.does("tell")
+    stub.environ |= {"SECRET_WORD": "hidden", "MY_WORD": "told"}
+    spec = stub.spec("  mounts: [{source: '/a b', target: /data, read_only: true}]\n", nodes=2)
     spec.write_text(spec.read_text() + "secrets: {MINE: {env: MY_WORD}}\n")
-    done = nrl("submit", str(spec), "--to", "slurm", "--wait", environ=environ, cwd=tmp_path)
+    done = stub.submit(spec, "--wait")
     assert done.returncode == 0, done.stdout + done.stderr
-    jobs = f"{tmp_path}/run.jobs"
-    mounts = f"/a b:/data:ro,{tmp_path}:{tmp_path},{jobs}:{jobs}"
-    told = f"node {jobs}/0001/spec.yaml --stop-file {jobs}/0001/stop"
-    given = f"{told} | nvcr.io/nvidia/nemo@sha256:aa | {mounts} | {tmp_path} | yes | {tmp_path} | told"
-    assert sorted(log_of(tmp_path / "run").splitlines()) == [f"{rank}: {given}" for rank in (0, 1)]
+    mounts = f"/a b:/data:ro,{stub.folder}:{stub.folder},{stub.jobs}:{stub.jobs}"
+    given = f"some/image@sha256:aa | {mounts} | {stub.folder} | yes | {stub.folder} | told"
+    words = f"node {stub.jobs}/0001/spec.yaml --stop-file {stub.jobs}/0001/stop"
+    assert sorted(stub.heard()) == [f"0.0: {words}", f"1.0: {words}", given, given]
+
+
+def test_a_saved_job_is_started_again_without_end_and_a_failed_one_as_often_as_asked(stub: Stub) -> None:
+    stub.does("save")
+    job = stub.started(stub.spec("  retries: 1\n"))
+    wait_until(lambda: len(stub.heard()) == 1, lambda: str(stub.heard()))
+    stub.slurm.call("scancel", "--batch", "--signal=USR1", job)
+    stub.restart(job, "3")
+    assert not (stub.jobs / "0001" / "failures").exists(), "it saved, which is no failure"
+    wait_until(lambda: stub.slurm.job(job)["Restarts"] == "2", lambda: str(stub.slurm.job(job)))
+    stub.restart(job, "4")
+    ended = stub.slurm.wait(job, "FAILED", "COMPLETED")
+    assert ended["ExitCode"] == "4:0" and [line.split(":")[0] for line in stub.heard()] == ["0.0", "0.1", "0.2"]
+
+
+def test_a_wrong_spec_is_not_started_again(stub: Stub) -> None:
+    stub.does("2")
+    done = stub.submit(stub.spec(), "--wait")
+    assert done.returncode == 2 and "failed (FAILED, NonZeroExitCode, exit code 2:0)" in done.stdout
+    assert len(stub.heard()) == 1
+
+
+def test_a_running_job_that_is_cancelled_saves_and_stays_ended(stub: Stub) -> None:
+    stub.does("save")
+    job = stub.started(stub.spec())
+    wait_until(lambda: len(stub.heard()) == 1, lambda: str(stub.heard()))
+    assert nrl("cancel", str(stub.output), environ=stub.environ).returncode == 0
+    ended = stub.slurm.wait(job, "FAILED", "COMPLETED", "CANCELLED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0")
+    assert (
+        "cancelled (FAILED, NonZeroExitCode, exit code 75:0)"
+        in nrl("status", str(stub.output), environ=stub.environ).stdout
+    )
+
+
+def test_an_array_runs_each_seed_in_its_own_folder(stub: Stub) -> None:
+    stub.does("0")
+    done = stub.submit(stub.spec(), "--seeds", "3,8", "--wait")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for seed in (3, 8):
+        told = f"node {stub.jobs}/0001/seed-{seed}.yaml --stop-file {stub.jobs}/0001/stop-{seed}"
+        assert stub.heard(f"log-{seed}.txt") == [f"0.0: {told}"]
+        spec = load_spec(stub.jobs / "0001" / f"seed-{seed}.yaml")
+        assert (spec.seed, spec.output) == (seed, f"{stub.output}-seed{seed}")
+
+
+def test_stages_are_jobs_and_after_one_that_failed_the_next_never_starts(stub: Stub) -> None:
+    stub.does("0")
+    spec = stub.spec()
+    spec.write_text(spec.read_text() + "  - {kind: evaluate}\n")
+    done = stub.submit(spec, "--stages-as-jobs", "--wait")
+    assert done.returncode == 0 and done.stdout.count(": done (COMPLETED") == 2, done.stdout + done.stderr
+    assert [log_of(stub.output, i).split("--until ")[1].strip() for i in (1, 2)] == ["rl", "evaluate"]
+    stub.does("2")
+    broken = stub.submit(spec, "--stages-as-jobs", "--wait")
+    assert broken.returncode == 2 and f"{stub.jobs}/0004: cancelled (CANCELLED" in broken.stdout, (
+        broken.stdout + broken.stderr
+    )
+    assert not (stub.jobs / "0004" / "log.txt").exists()
 
 
 def test_a_waiting_job_is_refused_a_second_time_and_cancelled(slurm: Cluster, tmp_path: Path) -> None:
@@ -160,17 +265,6 @@ def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm
 
 
 @pytest.mark.slow
-def test_a_job_whose_spec_is_wrong_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
-    spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, addresses={})
-    (tmp_path / "prompts.jsonl").unlink()
-    done = nrl("submit", str(spec), "--to", "slurm", "--wait", environ=slurm.environ)
-    assert done.returncode == 2 and "failed (FAILED, NonZeroExitCode, exit code 2:0)" in done.stdout, (
-        done.stdout + log_of(tmp_path / "run")
-    )
-    assert not (tmp_path / "run.jobs" / "0001" / "failures").exists()
-
-
-@pytest.mark.slow
 def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cluster, tmp_path: Path) -> None:
     """SIGKILL on rank 1's host: rank 0 says who is gone, the job fails, is requeued, and equals a run that never failed."""
     output = tmp_path / "run"
@@ -184,63 +278,6 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
     assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", log_of(output)
     assert (tmp_path / "run.jobs" / "0001" / "failures").read_text() == "x"
     assert outcome(output) == outcome(never_stopped(tmp_path, 6))
-
-
-@pytest.mark.slow
-def test_a_running_job_that_is_cancelled_saves_and_stays_ended_until_it_is_submitted_again(
-    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_CONF", slurm.environ["SLURM_CONF"])
-    output = tmp_path / "run"
-    spec = write_job(tmp_path, output, nodes=1, ranks=1, steps=60, addresses={})
-    job = submit(slurm, spec)
-    wait_until(lambda: steps_done(output) >= 2, lambda: log_of(output))
-    SlurmTarget().cancel(job, tmp_path / "run.jobs" / "0001")
-    slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
-    told = nrl("status", str(output), environ=slurm.environ).stdout
-    assert "cancelled" in told and "exit code 75:0" in told and "rl: stopped" in told, told
-    assert slurm.job(job)["Restarts"] == "0"
-    again = nrl("resubmit", str(output), "--wait", environ=slurm.environ)
-    assert again.returncode == 0 and "run.jobs/0002: done" in again.stdout, again.stdout + again.stderr
-    assert steps_done(output) == 60
-
-
-@pytest.mark.slow
-def test_an_array_runs_each_seed_in_its_own_folder(slurm: Cluster, tmp_path: Path) -> None:
-    spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, steps=2, addresses={})
-    done = nrl("submit", str(spec), "--to", "slurm", "--seeds", "3,8", "--wait", environ=slurm.environ)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {seed: outcome(tmp_path / f"run-seed{seed}") for seed in (3, 8)}
-    assert found[3].weights != found[8].weights, "another seed, another run"
-    alone = write_job(tmp_path, tmp_path / "alone", nodes=1, ranks=1, steps=2, addresses={})
-    assert finish(["run", str(alone), "seed=8"], tmp_path / "alone.log") == 0
-    assert found[8] == outcome(tmp_path / "alone")
-
-
-@pytest.mark.slow
-def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster, tmp_path: Path) -> None:
-    """The second job finds the first stage done; a chain whose first job fails never starts its second."""
-    spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, steps=2, addresses={})
-    spec.write_text(spec.read_text() + "  - {kind: evaluate}\n")
-    done = nrl("submit", str(spec), "--to", "slurm", "--stages-as-jobs", "--wait", environ=slurm.environ)
-    assert done.returncode == 0, done.stdout + done.stderr + log_of(tmp_path / "run", 2)
-    assert done.stdout.count(": done (COMPLETED") == 2
-    first, second = log_of(tmp_path / "run", 1), log_of(tmp_path / "run", 2)
-    assert "stage rl: run" in first and "stage evaluate" not in first
-    assert "stage rl: skip" in second and "stage evaluate: run" in second
-    (tmp_path / "prompts.jsonl").unlink()
-    broken = nrl(
-        "submit",
-        str(spec),
-        "output=" + str(tmp_path / "other"),
-        "--to",
-        "slurm",
-        "--stages-as-jobs",
-        "--wait",
-        environ=slurm.environ,
-    )
-    assert broken.returncode == 2, broken.stdout + broken.stderr
-    assert "other.jobs/0002: cancelled (CANCELLED" in broken.stdout
 
 
 def start_now(slurm: Cluster, job: str) -> None:

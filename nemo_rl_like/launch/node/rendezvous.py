@@ -112,7 +112,7 @@ class Gathering:
             here = ["this host", *(m.name for _, m in sorted(self._members.items()))]
             away = [self._place.name_of(r) for r in range(1, self._place.nodes) if r not in self._members]
             refused = f"; refused: {'; '.join(self._refused[-3:])}" if self._refused else ""
-        missing = ", ".join(away) if self._place.names or len(away) == self._place.nodes - 1 else f"{len(away)} more"
+        missing = f"{len(away)} more" if self._place.source == "alone" else ", ".join(away)
         return (
             f"after {seconds:g} s {len(here)} of {self._place.nodes} hosts are there ({', '.join(here)}), missing: {missing}{refused}; "
             "look at the missing hosts' logs, or raise `launch.start_timeout_s`"
