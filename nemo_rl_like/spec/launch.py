@@ -62,6 +62,8 @@ class LaunchSpec(Spec):
     """Wall time after which the scheduler ends the job, in minutes; default: the scheduler's own."""
     save_before_end_s: PositiveFloat = 300.0
     """How long before its wall time ends a job is told to save, in seconds."""
+    doctor: bool = True
+    """Examine each host before the job starts on it (`nrl doctor`); a finding that would stop the job ends it there."""
     start_timeout_s: PositiveFloat = 600.0
     """Longest wait until every host with all its devices has joined, in seconds."""
     lost_after_s: PositiveFloat = 60.0

@@ -173,3 +173,12 @@ def test_the_command_fails_when_a_job_would(tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["findings"]
     done = nrl("doctor", demo, f"output={tmp_path}/out", "cluster.object_store_gib=1000000", "launch.accelerator=cpu")
     assert done.returncode == 1 and "fix: lower it" in done.stdout
+
+
+def test_an_unfit_host_starts_no_job_and_says_why(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    demo = Path(__file__).parents[2] / "configs/demo.yaml"
+    spec.write_text(f"extends: {demo}\noutput: {tmp_path}/out\nlaunch: {{accelerator: cpu, devices_per_node: 1}}\n")
+    done = nrl("node", str(spec), "cluster.object_store_gib=1000000")
+    assert done.returncode == 1 and "is not fit for the job" in done.stderr and "fix: lower it" in done.stderr
+    assert not (tmp_path / "out").exists()

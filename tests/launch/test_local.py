@@ -144,7 +144,7 @@ def test_a_job_that_fails_tells_why_and_may_be_submitted_again(tmp_path: Path) -
         submit(request(tmp_path))
     assert [path.name for path in (tmp_path / "run.jobs").iterdir() if path.name.isdecimal()] == ["0001"]
     log = "\n".join(LocalTarget().logs(made.record.job_id, made.folder, follow=True))
-    assert f"which does not exist (looked in {tmp_path})" in log
+    assert f"which is not a folder (looked in {tmp_path})" in log
     told = nrl("status", str(tmp_path / "run"))
     assert "failed (exit code 2)" in told.stdout, told.stdout + told.stderr
     (again,) = resubmit(made.folder)

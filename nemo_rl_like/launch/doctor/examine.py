@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from pathlib import Path
 
+from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.launch.doctor.finding import Finding
 from nemo_rl_like.launch.doctor.gpus import check_gpus
 from nemo_rl_like.launch.doctor.limits import check_clock, check_limits
@@ -12,6 +15,8 @@ from nemo_rl_like.launch.doctor.packages import check_packages
 from nemo_rl_like.launch.doctor.storage import check_storage
 from nemo_rl_like.spec.cluster import ClusterSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
+
+logger = logging.getLogger(__name__)
 
 _FABRIC = Path("/sys/class/infiniband")
 
@@ -35,3 +40,24 @@ def examine(spec: ExperimentSpec | None, shared: Path) -> list[Finding]:
         *check_limits(rdma=rdma),
         *check_clock(),
     ]
+
+
+class HostUnfit(NrlError):
+    """A finding of this host would stop the job."""
+
+
+def require_fit(spec: ExperimentSpec, shared: Path) -> None:
+    """Examine this host for the job of `spec`; what may be slow or unsafe is logged.
+
+    Raises:
+        HostUnfit: lists what would stop the job, each with its fix.
+    """
+    findings = examine(spec, shared)
+    for finding in findings:
+        if finding.level == "warn":
+            logger.warning("%s: %s; fix: %s", finding.check, finding.what, finding.fix)
+    wrong = [f"{f.check}: {f.what}; fix: {f.fix}" for f in findings if f.level == "fail"]
+    if wrong:
+        host = socket.gethostname()
+        told = [f"{host} is not fit for the job (`launch.doctor: false` starts it all the same)", *wrong]
+        raise HostUnfit("\n  ".join(told))

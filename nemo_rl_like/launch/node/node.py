@@ -21,6 +21,7 @@ from typing import Literal
 from nemo_rl_like.artifacts.errors import StoppedBySignal
 from nemo_rl_like.cluster.environment import allowed
 from nemo_rl_like.cluster.joined import JobCluster
+from nemo_rl_like.launch.doctor.examine import require_fit
 from nemo_rl_like.launch.node import token
 from nemo_rl_like.launch.node.address import interface_of, own_address, resolve
 from nemo_rl_like.launch.node.daemons import RayDaemons, Resources
@@ -58,13 +59,15 @@ def run_node(
             process of a job.
 
     Raises:
-        PlaceError, SpecError: before anything is started.
+        PlaceError, SpecError, HostUnfit: before anything is started.
         DevicesMissing, HostsMissing, HostLost, RayEnded, PortsTaken, NoAddress: what the cluster lacks, by name.
     """
     spec = load_spec(path, overrides)
     place = read_place(os.environ, nodes=spec.launch.nodes, join=join)
     arguments = ["run", str(path), *overrides, "--resume", "--plain", *(["--until", until] if until else [])]
     with _Signals.heard(stop_file) as signals:
+        if spec.launch.doctor and place.ray_address is None:
+            require_fit(spec, Path(spec.output))
         host = _Host(spec, place, path.parent, arguments, signals)
         try:
             return host.run()
