@@ -35,7 +35,7 @@ def examine(spec: ExperimentSpec | None, shared: Path) -> list[Finding]:
     return [
         *check_packages(),
         *check_gpus(promised),
-        *check_network(hosts),
+        *check_network(hosts, addressed=spec is not None and bool(spec.launch.addresses)),
         *check_storage(shared, cluster.object_store_gib),
         *check_limits(rdma=rdma),
         *check_clock(),
