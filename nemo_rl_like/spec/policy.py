@@ -255,10 +255,10 @@ class BottleneckSpec(Spec):
     """`houlsby`: one behind attention and one behind the feed-forward layer, each with a residual of its own (Houlsby et al. 2019, arXiv
     1902.00751); `pfeiffer`: behind the feed-forward layer alone (Pfeiffer et al. 2021, arXiv 2005.00247); `parallel`: beside it, reading what it
     reads (He et al. 2022, arXiv 2110.04366)."""
-    reduction: PositiveInt = 16
-    """The adapter is hidden_size / reduction wide."""
+    reduction: PositiveInt | None = None
+    """The adapter is hidden_size / reduction wide; default: 16, or what `width` says."""
     width: PositiveInt | None = None
-    """Its width in channels, in the place of `reduction`; default: that."""
+    """Its width in channels, in the place of `reduction`."""
     activation: BottleneckActivation = "relu"
     """f, between its two matrices."""
     scale: PositiveFloat = 1.0
@@ -266,13 +266,18 @@ class BottleneckSpec(Spec):
 
     @model_validator(mode="after")
     def _one_size(self) -> BottleneckSpec:
-        if self.width is not None and "reduction" in self.model_fields_set:
+        if self.width is not None and self.reduction is not None:
             raise ValueError("`reduction` and `width` both give the adapter's size; leave one of them out")
         return self
 
     def width_in(self, hidden: int) -> int:
         """Its width, in channels, in a model so wide."""
-        return hidden // self.reduction if self.width is None else self.width
+        return hidden // self.reduced_by if self.width is None else self.width
+
+    @property
+    def reduced_by(self) -> int:
+        """`reduction`, or its default."""
+        return 16 if self.reduction is None else self.reduction
 
 
 VirtualTokensSpec = PromptTuningSpec | PrefixTuningSpec
