@@ -105,7 +105,12 @@ class Fp8Spec(Spec):
     @model_validator(mode="after")
     def _fields_of_recipe(self) -> Fp8Spec:
         if self.recipe != "delayed":
-            given = sorted(self.model_fields_set & {"amax_history_len", "amax_compute_algo", "margin"})
+            changed = {
+                "amax_compute_algo": self.amax_compute_algo != "max",
+                "amax_history_len": self.amax_history_len != 1024,
+                "margin": self.margin != 0,
+            }
+            given = [name for name, differs in changed.items() if differs]
             if given:
                 raise ValueError(f"`{given[0]}` goes with `recipe: delayed`; leave it out, or set that recipe")
         elif self.first_bf16_layers or self.last_bf16_layers:
@@ -157,7 +162,7 @@ class RecomputeSpec(Spec):
     def _fields_of_kind(self) -> RecomputeSpec:
         if self.kind == "selective" and self.layers is not None:
             raise ValueError("`layers` goes with `kind: full`; `selective` takes `modules`, in every layer")
-        if self.kind == "full" and "modules" in self.model_fields_set:
+        if self.kind == "full" and self.modules != ("core_attn",):
             raise ValueError("`modules` goes with `kind: selective`; `full` takes `layers`")
         return self
 
