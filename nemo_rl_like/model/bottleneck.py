@@ -83,9 +83,9 @@ def add_bottlenecks(model: MegatronModel, config: ModelConfig, spec: BottleneckS
 def check_bottleneck(config: ModelConfig, spec: BottleneckSpec) -> None:
     """Raise InputError for a `reduction` that does not give a width, and for a width that narrows nothing."""
     hidden = config.hidden_size
-    if spec.width is None and hidden % spec.reduction:
+    if spec.width is None and hidden % spec.reduced_by:
         raise InputError(
-            f"policy.adapter.reduction is {spec.reduction}, which does not divide the model's hidden_size ({hidden}); use another, or set `width`"
+            f"policy.adapter.reduction is {spec.reduced_by}, which does not divide the model's hidden_size ({hidden}); use another, or set `width`"
         )
     if spec.width_in(hidden) > hidden:
         raise InputError(

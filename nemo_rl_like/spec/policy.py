@@ -105,7 +105,12 @@ class Fp8Spec(Spec):
     @model_validator(mode="after")
     def _fields_of_recipe(self) -> Fp8Spec:
         if self.recipe != "delayed":
-            given = sorted(self.model_fields_set & {"amax_history_len", "amax_compute_algo", "margin"})
+            changed = {
+                "amax_compute_algo": self.amax_compute_algo != "max",
+                "amax_history_len": self.amax_history_len != 1024,
+                "margin": self.margin != 0,
+            }
+            given = [name for name, differs in changed.items() if differs]
             if given:
                 raise ValueError(f"`{given[0]}` goes with `recipe: delayed`; leave it out, or set that recipe")
         elif self.first_bf16_layers or self.last_bf16_layers:
@@ -158,7 +163,7 @@ class RecomputeSpec(Spec):
     def _fields_of_kind(self) -> RecomputeSpec:
         if self.kind == "selective" and self.layers is not None:
             raise ValueError("`layers` goes with `kind: full`; `selective` takes `modules`, in every layer")
-        if self.kind == "full" and "modules" in self.model_fields_set:
+        if self.kind == "full" and self.modules != ("core_attn",):
             raise ValueError("`modules` goes with `kind: selective`; `full` takes `layers`")
         return self
 
@@ -256,10 +261,10 @@ class BottleneckSpec(Spec):
     """`houlsby`: one behind attention and one behind the feed-forward layer, each with a residual of its own (Houlsby et al. 2019, arXiv
     1902.00751); `pfeiffer`: behind the feed-forward layer alone (Pfeiffer et al. 2021, arXiv 2005.00247); `parallel`: beside it, reading what it
     reads (He et al. 2022, arXiv 2110.04366)."""
-    reduction: PositiveInt = 16
-    """The adapter is hidden_size / reduction wide."""
+    reduction: PositiveInt | None = None
+    """The adapter is hidden_size / reduction wide; default: 16, or what `width` says."""
     width: PositiveInt | None = None
-    """Its width in channels, in the place of `reduction`; default: that."""
+    """Its width in channels, in the place of `reduction`."""
     activation: BottleneckActivation = "relu"
     """f, between its two matrices."""
     scale: PositiveFloat = 1.0
@@ -267,13 +272,18 @@ class BottleneckSpec(Spec):
 
     @model_validator(mode="after")
     def _one_size(self) -> BottleneckSpec:
-        if self.width is not None and "reduction" in self.model_fields_set:
+        if self.width is not None and self.reduction is not None:
             raise ValueError("`reduction` and `width` both give the adapter's size; leave one of them out")
         return self
 
     def width_in(self, hidden: int) -> int:
         """Its width, in channels, in a model so wide."""
-        return hidden // self.reduction if self.width is None else self.width
+        return hidden // self.reduced_by if self.width is None else self.width
+
+    @property
+    def reduced_by(self) -> int:
+        """`reduction`, or its default."""
+        return 16 if self.reduction is None else self.reduction
 
 
 VirtualTokensSpec = PromptTuningSpec | PrefixTuningSpec

@@ -161,3 +161,5 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
         check_bottleneck(config, BottleneckSpec(width=4096))
     with pytest.raises(ValidationError, match="`reduction` and `width` both give the adapter's size"):
         BottleneckSpec(reduction=4, width=8)
+    for spec in (HOULSBY, PFEIFFER, BottleneckSpec()):  # a run's folder has every field
+        assert BottleneckSpec.model_validate(spec.model_dump()) == spec
