@@ -14,7 +14,7 @@ from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError, SubmitEr
 from nemo_rl_like.launch import registry, submission
 from nemo_rl_like.launch.local import LocalTarget
 from nemo_rl_like.launch.submit import Request, _job, dry_run, resubmit, status, submit
-from nemo_rl_like.launch.target import Rendered
+from nemo_rl_like.launch.target import Job, Rendered
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec
 from tests.launch.jobs import nrl, wait_until
@@ -134,6 +134,38 @@ def test_a_target_that_is_none_is_refused_by_name() -> None:
 def test_an_output_that_was_never_submitted_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(OutputFolderError, match=r"run has no submission.*run\.jobs"):
         status(tmp_path / "run")
+
+
+class Refusing(LocalTarget):
+    """Takes a job, or does not."""
+
+    def __init__(self, taken: list[str], refuses: bool) -> None:
+        self.taken, self.refuses = taken, refuses
+
+    def submit(self, job: Job, rendered: Rendered) -> str:
+        if self.refuses:
+            raise SubmitError("no")
+        self.taken.append("1.1")
+        return "1.1"
+
+    def cancel(self, job_id: str, folder: Path) -> None:
+        self.taken.remove(job_id)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_submission_that_breaks_off_leaves_neither_folder_nor_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    taken: list[str] = []
+
+    def full(folder: Path, record: submission.Record) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(registry, "target", lambda name: Refusing(taken, refuses))
+    monkeypatch.setattr(submission, "write_record", full)
+    with pytest.raises(SubmitError if refuses else OSError):
+        submit(request(tmp_path))
+    assert taken == [] and [path.name for path in (tmp_path / "run.jobs").iterdir()] == [".lock"]
 
 
 @pytest.mark.service
