@@ -120,6 +120,9 @@ def submit(
     spec: SpecFile,
     overrides: Overrides = None,
     to: Annotated[str, typer.Option("--to", help="local, slurm, kubernetes or container.")] = "local",
+    via: Annotated[
+        str | None, typer.Option("--via", help="nemo-run: as an Experiment of NeMo-Run, to local or slurm.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files, let the target check them, start nothing.")
     ] = False,
@@ -135,7 +138,9 @@ def submit(
     """Start a spec as a job: here, or on a cluster. RUN in the other commands is its output folder."""
     from nemo_rl_like.cli.commands import job as command
 
-    request = command.request_of(spec, overrides or [], to, seeds, stages_as_jobs, until)
+    request = command.request_of(
+        spec, overrides or [], to, via=via, seeds=seeds, stages_as_jobs=stages_as_jobs, until=until
+    )
     if dry_run:
         command.show(request)
         return

@@ -27,6 +27,8 @@ TARGETS = {
     "slurm": Entry("nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True),
     "kubernetes": Entry("nemo_rl_like.launch.kubernetes.target:KubernetesTarget"),
     "container": Entry("nemo_rl_like.launch.container:ContainerTarget"),
+    "nemo-run-local": Entry("nemo_rl_like.launch.nemo_run:NemoRunLocal"),
+    "nemo-run-slurm": Entry("nemo_rl_like.launch.nemo_run:NemoRunSlurm"),
 }
 
 

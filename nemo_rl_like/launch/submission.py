@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,9 +97,7 @@ def numbered(output: Path) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
             raise
 
 

@@ -167,7 +167,11 @@ def _submit_one(request: Request, *, chained: bool) -> Submission:
             after=request.after,
             seeds=request.seeds,
         )
-        submission.write_record(folder, record)
+        try:
+            submission.write_record(folder, record)
+        except OSError:
+            target.cancel(record.job_id, folder)  # nobody would find it
+            raise
     return Submission(folder, record)
 
 

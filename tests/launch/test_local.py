@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError, SubmitError
+from nemo_rl_like.cli.commands.job import request_of
 from nemo_rl_like.launch import registry, submission
 from nemo_rl_like.launch.local import LocalTarget
 from nemo_rl_like.launch.submit import Request, _job, dry_run, resubmit, status, submit
-from nemo_rl_like.launch.target import Rendered
+from nemo_rl_like.launch.target import Job, Rendered
 from nemo_rl_like.spec.experiment import ExperimentSpec
-from nemo_rl_like.spec.loader import load_spec
+from nemo_rl_like.spec.loader import load_spec, resolved_yaml
 from tests.launch.jobs import nrl, wait_until
 
 LAUNCH = {"accelerator": "cpu", "devices_per_node": 1}
@@ -127,13 +129,57 @@ def test_what_a_target_cannot_split_is_refused(
 
 
 def test_a_target_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(SubmitError, match="no target 'pbs'; the targets are local, slurm, kubernetes, container"):
+    with pytest.raises(
+        SubmitError, match="no target 'pbs'; the targets are local, slurm, kubernetes, container, nemo-run-local"
+    ):
         registry.target("pbs")
+
+
+def test_a_way_to_a_target_is_a_target_of_its_own(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(resolved_yaml(request(tmp_path).spec))
+    ask = partial(request_of, spec, [], seeds="1,2", stages_as_jobs=False, until=None)
+    assert (ask("local", via="nemo-run").target, ask("slurm", via=None).target) == ("nemo-run-local", "slurm")
+    assert ask("local", via=None).seeds == (1, 2)
+    with pytest.raises(SubmitError, match="no target 'nemo-run-kubernetes'"):
+        ask("kubernetes", via="nemo-run")
 
 
 def test_an_output_that_was_never_submitted_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(OutputFolderError, match=r"run has no submission.*run\.jobs"):
         status(tmp_path / "run")
+
+
+class Refusing(LocalTarget):
+    """Takes a job, or does not."""
+
+    def __init__(self, taken: list[str], refuses: bool) -> None:
+        self.taken, self.refuses = taken, refuses
+
+    def submit(self, job: Job, rendered: Rendered) -> str:
+        if self.refuses:
+            raise SubmitError("no")
+        self.taken.append("1.1")
+        return "1.1"
+
+    def cancel(self, job_id: str, folder: Path) -> None:
+        self.taken.remove(job_id)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_submission_that_breaks_off_leaves_neither_folder_nor_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    taken: list[str] = []
+
+    def full(folder: Path, record: submission.Record) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(registry, "target", lambda name: Refusing(taken, refuses))
+    monkeypatch.setattr(submission, "write_record", full)
+    with pytest.raises(SubmitError if refuses else OSError):
+        submit(request(tmp_path))
+    assert taken == [] and [path.name for path in (tmp_path / "run.jobs").iterdir()] == [".lock"]
 
 
 @pytest.mark.service

@@ -44,9 +44,17 @@ def node(
 
 
 def request_of(
-    path: Path, overrides: Sequence[str], target: str, seeds: str | None, stages_as_jobs: bool, until: str | None
+    path: Path,
+    overrides: Sequence[str],
+    to: str,
+    *,
+    via: str | None,
+    seeds: str | None,
+    stages_as_jobs: bool,
+    until: str | None,
 ) -> Request:
     """What a command line asks for. Raises SpecError, SubmitError."""
+    target = to if via is None else f"{via}-{to}"
     registry.entry(target)
     try:
         numbers = tuple(int(word) for word in seeds.split(",")) if seeds else ()
