@@ -30,6 +30,7 @@ from nemo_rl_like.export.manifest import (
 from nemo_rl_like.export.nim import write_nim, write_nim_lora
 from nemo_rl_like.export.parity import prove
 from nemo_rl_like.export.problems import Problem, read_object, require_none
+from nemo_rl_like.export.quantized import check_quantized, write_quantized
 from nemo_rl_like.export.triton import LORA_RANKS, write_triton_python, write_triton_trtllm, write_triton_vllm
 from nemo_rl_like.policy.store import has_virtual_tokens
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -40,6 +41,7 @@ from nemo_rl_like.spec.export import (
     HfTarget,
     NimLoraTarget,
     NimTarget,
+    QuantizedTarget,
     TargetSpec,
     TritonPythonTarget,
     TritonTrtllmTarget,
@@ -121,6 +123,8 @@ def _check_target(source: ExportSource, target: TargetSpec) -> None:
         raise InputError(
             f"{source.checkpoint} is a reward model, and {target.kind} serves what writes text; export it as hf"
         )
+    if isinstance(target, QuantizedTarget):
+        check_quantized(source.checkpoint / WEIGHTS, target)
     if isinstance(target, TritonVllmTarget):
         _check_adapters(target.kind, target.adapters)
 
@@ -159,6 +163,8 @@ def _write(source: ExportSource, hf: Path, folder: Path, target: TargetSpec) -> 
             with _scratch(folder) as own:
                 _copy_adapters(source, own)
                 write_nim_lora(own, folder, target)
+        case QuantizedTarget():
+            write_quantized(hf, folder, target)
         case GgufTarget():
             write_gguf(hf, folder, target)
 

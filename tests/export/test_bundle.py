@@ -32,6 +32,7 @@ from nemo_rl_like.spec.export import (
     HfTarget,
     NimLoraTarget,
     NimTarget,
+    QuantizedTarget,
     TritonVllmTarget,
 )
 from nemo_rl_like.spec.loader import load_spec, spec_hash
@@ -207,6 +208,13 @@ def test_gguf_refuses_what_it_cannot_say(tmp_path: Path, changes: dict[str, obje
     seal(checkpoint)
     with pytest.raises(InputError, match=words):
         write_bundles(ExportSource(checkpoint), [(GgufTarget(), tmp_path / "out")], WEIGHTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantising_without_modelopt_says_what_to_install(run_folder: Path, tmp_path: Path) -> None:
+    target = QuantizedTarget(calibration=str(tmp_path / "text.txt"))
+    with pytest.raises(InputError, match="needs NVIDIA ModelOpt, which is not installed; pip install nvidia-modelopt"):
+        write_bundles(ExportSource(checkpoint_of(run_folder)), [(target, tmp_path / "out")], WEIGHTS)
     assert not (tmp_path / "out").exists()
 
 
