@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,7 @@ _BLOCK = 128
 
 
 def check_quantized(hf: Path, target: QuantizedTarget) -> None:
-    """Raise InputError for what this host, the model or the calibration text lacks, before anything is written."""
-    if find_spec("modelopt") is None:
-        raise InputError(
-            f"target hf-quantized ({target.format}) needs NVIDIA ModelOpt, which is not installed; pip install nvidia-modelopt"
-        )
+    """Raise InputError for weights that have no such format, or text that cannot be read, before anything is written."""
     experts = [tensor.name for tensor in stored_tensors(hf) if ".experts." in tensor.name]
     if experts:
         raise InputError(
