@@ -335,7 +335,7 @@ def export(
     to: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to write: hf (default), hf-lora, triton-python, triton-vllm, triton-trtllm, nim, nim-lora, gguf; may be repeated."
+            help="What to write: hf (default), hf-lora, triton-python, triton-vllm, triton-trtllm, nim, nim-lora, hf-quantized, gguf; may be repeated."
         ),
     ] = None,
     parity: Annotated[

@@ -20,7 +20,7 @@ from nemo_rl_like.export.check import layout_problems
 from nemo_rl_like.export.folders import file_problems, link_tree, make_readable, whole
 from nemo_rl_like.export.gguf_file import write_gguf
 from nemo_rl_like.export.hf import adapter_differences, adapters_of, copy_adapters, copy_model
-from nemo_rl_like.export.hf_layout import hf_problems, peft_problems
+from nemo_rl_like.export.hf_layout import hf_problems
 from nemo_rl_like.export.manifest import (
     Manifest,
     ParityRecord,
@@ -32,7 +32,10 @@ from nemo_rl_like.export.manifest import (
 from nemo_rl_like.export.nim import write_nim, write_nim_lora
 from nemo_rl_like.export.parity import prove
 from nemo_rl_like.export.problems import Problem, read_object, require_none
-from nemo_rl_like.export.triton import LORA_RANKS, write_triton_python, write_triton_trtllm, write_triton_vllm
+from nemo_rl_like.export.quantized import check_quantized, write_quantized
+from nemo_rl_like.export.targets import target_problems
+from nemo_rl_like.export.triton import write_triton_python, write_triton_trtllm, write_triton_vllm
+from nemo_rl_like.model.outline import outline_of
 from nemo_rl_like.policy.store import kept_beside
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.export import (
@@ -42,6 +45,7 @@ from nemo_rl_like.spec.export import (
     HfTarget,
     NimLoraTarget,
     NimTarget,
+    QuantizedTarget,
     TargetSpec,
     TritonPythonTarget,
     TritonTrtllmTarget,
@@ -84,7 +88,11 @@ def write_bundles(source: ExportSource, places: Sequence[tuple[TargetSpec, Path]
         OutputFolderError: a place is taken.
         BundleError: the export differs from the checkpoint, or a bundle fails its own validator.
     """
+    outline = outline_of(source.checkpoint / WEIGHTS)
     for target, _ in places:
+        problems = target_problems(target, outline)
+        if problems:
+            raise InputError(problems[0])
         _check_target(source, target)
     with ExitStack() as stack:
         models = [place for target, place in places if not isinstance(target, ADAPTER_TARGETS)]
@@ -110,10 +118,8 @@ def _check_target(source: ExportSource, target: TargetSpec) -> None:
     beside = kept_beside(source.checkpoint)
     if isinstance(target, ADAPTER_TARGETS):
         own = adapters_of(source.checkpoint)
-        if isinstance(target, NimLoraTarget):
-            if beside is not None:
-                raise InputError(f"{own} holds {beside}, and NIM serves LoRA alone; export hf-lora instead")
-            _check_adapters(target.kind, target.adapters)
+        if isinstance(target, NimLoraTarget) and beside is not None:
+            raise InputError(f"{own} holds {beside}, and NIM serves LoRA alone; export hf-lora instead")
         return
     if beside is not None:
         raise InputError(
@@ -124,24 +130,8 @@ def _check_target(source: ExportSource, target: TargetSpec) -> None:
         raise InputError(
             f"{source.checkpoint} is a reward model, and {target.kind} serves what writes text; export it as hf"
         )
-    if isinstance(target, TritonVllmTarget):
-        _check_adapters(target.kind, target.adapters)
-
-
-def _check_adapters(kind: str, adapters: dict[str, str]) -> None:
-    for name, folder in adapters.items():
-        problems = peft_problems(Path(folder))
-        config = read_object(Path(folder) / "adapter_config.json", "")[0]
-        if config.get("peft_type", "LORA") != "LORA":
-            problems.append(
-                Problem("adapter_config.json", "is no LoRA adapter, which is all that is served; leave it out")
-            )
-        if isinstance(config.get("r"), int) and config["r"] > LORA_RANKS[-1]:
-            problems.append(
-                Problem("adapter_config.json", f"has rank {config['r']}, at most {LORA_RANKS[-1]} is served")
-            )
-        if problems:
-            raise InputError(f"`adapters.{name}` of the target {kind} is {folder!r}: {problems[0]}")
+    if isinstance(target, QuantizedTarget):
+        check_quantized(source.checkpoint / WEIGHTS, target)
 
 
 def _write(source: ExportSource, hf: Path, folder: Path, target: TargetSpec) -> None:
@@ -162,6 +152,8 @@ def _write(source: ExportSource, hf: Path, folder: Path, target: TargetSpec) -> 
             with _scratch(folder) as own:
                 _copy_adapters(source, own)
                 write_nim_lora(own, folder, target)
+        case QuantizedTarget():
+            write_quantized(hf, folder, target)
         case GgufTarget():
             write_gguf(hf, folder, target)
 

@@ -12,6 +12,7 @@ from nemo_rl_like.export.hf_layout import ADAPTER_CONFIG, CONFIG, hf_problems, p
 from nemo_rl_like.export.manifest import Manifest, hash_problems, read_manifest
 from nemo_rl_like.export.nim import ADAPTERS, ENVIRONMENT, MODEL, nim_lora_problems, nim_problems
 from nemo_rl_like.export.problems import Problem
+from nemo_rl_like.export.quantized import QUANT_CONFIG, quantized_problems
 from nemo_rl_like.export.triton import ADD_VENDOR_FILES, CONFIG_PBTXT, REPOSITORY
 from nemo_rl_like.export.triton_layout import python_problems, trtllm_problems, vllm_problems
 
@@ -61,6 +62,8 @@ def layout_problems(folder: Path, kind: str, mounted_at: str | None) -> list[Pro
             return nim_problems(folder, mounted_at)
         case "nim-lora":
             return nim_lora_problems(folder, mounted_at)
+        case "hf-quantized":
+            return quantized_problems(folder)
         case "gguf":
             return gguf_problems(folder)
     raise InputError(
@@ -89,6 +92,8 @@ def _detected(folder: Path) -> str:
         return "hf-lora"
     if list(folder.glob("*.gguf")):
         return "gguf"
+    if (folder / QUANT_CONFIG).is_file():
+        return "hf-quantized"
     if (folder / CONFIG).is_file() or list(folder.glob("*.safetensors")):
         return "hf"
     raise InputError(

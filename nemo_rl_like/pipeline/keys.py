@@ -15,7 +15,7 @@ from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.environment import EnvironmentSpec
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, StageSpec
-from nemo_rl_like.spec.export import ExportStageSpec, NimLoraTarget, TritonVllmTarget
+from nemo_rl_like.spec.export import ExportStageSpec, NimLoraTarget, QuantizedTarget, TritonVllmTarget
 from nemo_rl_like.spec.preference import PreferenceStageSpec
 from nemo_rl_like.spec.pretrain import PretrainStageSpec, TextDataSpec
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
@@ -130,7 +130,7 @@ def _stage_files(stage: StageSpec, spec: ExperimentSpec) -> dict[str, str]:
     if isinstance(stage, PretrainStageSpec):
         hashes |= _text_files("data", stage.data)
     if isinstance(stage, ExportStageSpec):
-        hashes |= _adapter_files(stage)
+        hashes |= _target_files(stage)
     if isinstance(stage, SftStageSpec | RlStageSpec) and stage.ptx is not None:
         hashes |= _text_files("ptx", stage.ptx)
     if uses_environment(stage) and spec.environment is not None:
@@ -150,10 +150,11 @@ def _rl_files(stage: RlStageSpec) -> dict[str, str]:
     return found
 
 
-def _adapter_files(stage: ExportStageSpec) -> dict[str, str]:
-    """Adapters from elsewhere that its targets serve."""
+def _target_files(stage: ExportStageSpec) -> dict[str, str]:
+    """Adapters from elsewhere that its targets serve, and text that they calibrate on."""
     targets = [target for target in stage.targets if isinstance(target, TritonVllmTarget | NimLoraTarget)]
     named = {f"targets.{t.kind}.adapters.{name}": path for t in targets for name, path in t.adapters.items()}
+    named |= {f"targets.{t.kind}.calibration": t.calibration for t in stage.targets if isinstance(t, QuantizedTarget)}
     return {field: hash_path(_existing(field, path)) for field, path in named.items()}
 
 

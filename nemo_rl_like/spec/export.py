@@ -147,6 +147,23 @@ class NimLoraTarget(Spec):
         return self
 
 
+class QuantizedTarget(Spec):
+    """A Hugging Face folder quantised by NVIDIA ModelOpt after training (`pip install nvidia-modelopt`)."""
+
+    kind: Literal["hf-quantized"] = "hf-quantized"
+    """Target kind."""
+    format: Literal["fp8", "int4-awq"] = "fp8"
+    """`fp8`: weights and activations in E4M3, one scale a matrix; `int4-awq`: weights in blocks of 128 input channels."""
+    calibration: str
+    """Text that scales are measured on: `.jsonl` with `text` a line, or plain text whose documents blank lines part."""
+    samples: PositiveInt = 128
+    """Documents to read."""
+    sample_tokens: PositiveInt = 512
+    """Tokens of each."""
+    largest_kl: PositiveFloat = 0.1
+    """Largest mean KL, in nats a token, of what was written from the unquantised model on the first eight documents."""
+
+
 class GgufTarget(Spec):
     """One GGUF file for llama.cpp, of the families llama, qwen2 and qwen3."""
 
@@ -164,6 +181,7 @@ TargetSpec = Annotated[
     | TritonTrtllmTarget
     | NimTarget
     | NimLoraTarget
+    | QuantizedTarget
     | GgufTarget,
     Field(discriminator="kind"),
 ]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 
+from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, ServingBundle
 from nemo_rl_like.export.bundle import ExportSource, How, write_bundles
+from nemo_rl_like.export.targets import target_problems
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.export import ExportStageSpec
+from nemo_rl_like.stages.preflight import config_of
 
 FOLDER = "model"
 BUNDLES = "bundles"
@@ -26,8 +29,12 @@ class ExportStage:
         self.spec = experiment_spec
 
     def preflight(self) -> list[str]:
-        """Nothing of its own: it reads what an earlier stage wrote."""
-        return []
+        """What the model or this host lacks for a target; the weights come from an earlier stage."""
+        try:
+            model = config_of(self.spec)
+        except NrlError as error:
+            return [str(error)]
+        return [problem for target in self.stage.wanted for problem in target_problems(target, model)]
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Stream the checkpoint's weights into shards of the asked size, prove them, and make every target of them; needs no GPU."""

@@ -32,10 +32,12 @@ from nemo_rl_like.spec.export import (
     HfTarget,
     NimLoraTarget,
     NimTarget,
+    QuantizedTarget,
     TritonVllmTarget,
 )
 from nemo_rl_like.spec.loader import load_spec, spec_hash
 from nemo_rl_like.stages.api import export_checkpoint
+from nemo_rl_like.stages.export import ExportStage
 from tests.export.conftest import KINDS
 from tests.export.made import make_run, seal
 
@@ -185,7 +187,7 @@ def test_what_cannot_be_made_is_refused_before_anything_is_written(run_folder: P
     plain = make_run(tmp_path / "run")
     out = tmp_path / "out"
     adapted = TritonVllmTarget(adapters={"x": str(tmp_path / "none")})
-    for target, words in ((NimLoraTarget(), "has no adapters"), (adapted, r"`adapters\.x` of the target triton-vllm")):
+    for target, words in ((NimLoraTarget(), "has no adapters"), (adapted, r"target triton-vllm: `adapters\.x`")):
         with pytest.raises(InputError, match=words):
             write_bundles(ExportSource(plain), [(HfTarget(), tmp_path / "hf"), (target, out)], WEIGHTS)
     assert not (tmp_path / "hf").exists() and not out.exists()
@@ -194,7 +196,7 @@ def test_what_cannot_be_made_is_refused_before_anything_is_written(run_folder: P
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gemma2"}, "the family gemma2 has no GGUF writer"),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "the family mistral has no GGUF writer"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}, "rope scaling of type llama3"),
         ({"use_sliding_window": True}, "layers with a window"),
@@ -207,6 +209,38 @@ def test_gguf_refuses_what_it_cannot_say(tmp_path: Path, changes: dict[str, obje
     seal(checkpoint)
     with pytest.raises(InputError, match=words):
         write_bundles(ExportSource(checkpoint), [(GgufTarget(), tmp_path / "out")], WEIGHTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_target_lacks_is_told_before_the_pipeline_starts(tmp_path: Path) -> None:
+    targets: list[dict[str, object]] = [
+        {"kind": "triton-vllm", "max_model_len": 64, "adapters": {"x": str(tmp_path / "none")}},
+        {"kind": "triton-trtllm", "max_seq_len": 64},
+        {"kind": "nim", "max_model_len": 32},
+        {"kind": "hf-quantized", "calibration": "none.txt"},
+        {"kind": "gguf"},
+    ]
+    model = {"init": {"family": "mistral", "max_positions": 32}, "tokenizer": {"characters": "0123456789+="}}
+    stage = ExportStageSpec.model_validate({"targets": targets})
+    spec = ExperimentSpec.model_validate({"output": "x", "model": model, "stages": [stage.model_dump()]})
+    problems = ExportStage(stage, spec).preflight()
+    for words in (
+        "target triton-vllm: `adapters.x`",
+        "target triton-vllm: `max_model_len` is 64, and the model's context is 32 tokens",
+        "target triton-trtllm: `max_seq_len` is 64",
+        "which is not installed",
+        "`calibration` is 'none.txt', which is no file",
+        "the family mistral has no GGUF writer",
+    ):
+        assert any(words in problem for problem in problems), (words, problems)
+    assert not any("target nim" in problem for problem in problems)
+    assert ExportStage(ExportStageSpec(), spec).preflight() == []
+
+
+def test_quantising_without_modelopt_says_what_to_install(run_folder: Path, tmp_path: Path) -> None:
+    target = QuantizedTarget(calibration=str(tmp_path / "text.txt"))
+    with pytest.raises(InputError, match="needs NVIDIA ModelOpt, which is not installed; pip install nvidia-modelopt"):
+        write_bundles(ExportSource(checkpoint_of(run_folder)), [(target, tmp_path / "out")], WEIGHTS)
     assert not (tmp_path / "out").exists()
 
 

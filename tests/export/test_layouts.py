@@ -240,6 +240,20 @@ def test_a_bundle_at_another_place_than_it_says_is_refused(bundles: Path, copy_o
     assert any(words in problem.message for problem in check_bundle(folder).problems)
 
 
+def test_a_quantised_folder_says_how_its_bytes_are_read(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("hf")
+    written("hf_quant_config.json", '{"quantization": {"quant_algo": "FP9"}}')(folder)
+    report = check_bundle(folder)
+    assert report.kind == "hf-quantized"
+    assert {(p.path, p.message[:27]) for p in report.problems} == {
+        ("hf_quant_config.json", "has `quant_algo` 'FP9', mus"),
+        ("config.json", "has no `quantization_config"),
+    }
+    edited("config.json", quantization_config={"quant_method": "modelopt"})(folder)
+    written("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}')(folder)
+    assert check_bundle(folder).problems == ()
+
+
 def test_export_check_says_what_a_folder_is_and_exits_2_for_a_broken_one(
     bundles: Path, tmp_path: Path, copy_of: Callable[[str], Path]
 ) -> None:

@@ -110,7 +110,8 @@ def _command(repository: Path, backends: Path, ports: list[int]) -> list[str]:
         "exit-on-error": "true",
         "backend-config": f"python,shm-region-prefix-name=nrl_{os.getpid()}_{next(_count)}_",
     }
-    return [str(SERVER / "bin" / "tritonserver"), *(f"--{name}={value}" for name, value in options.items())]
+    patience = "--backend-config=python,stub-timeout-seconds=120"
+    return [str(SERVER / "bin" / "tritonserver"), *(f"--{name}={value}" for name, value in options.items()), patience]
 
 
 def _environment() -> dict[str, str]:
