@@ -82,6 +82,8 @@ class Kubelet:
         self.server = server
         self.environments: dict[str, dict[str, str]] = {}
         self.told: dict[str, asyncio.Event] = {}
+        self.pull_s = 0.01
+        """Seconds from a pod's creation to its start."""
 
     async def run(self, pod: Manifest, outcome: Outcome) -> None:
         """From Pending to its end; a pod whose volumes are not there stays Pending."""
@@ -96,7 +98,7 @@ class Kubelet:
         self.environments[name] = expanded(container.get("env", []))
         told = self.told[pod["metadata"]["uid"]] = asyncio.Event()
         self.server.set_status("pods", namespace, name, {"phase": "Pending"})
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.pull_s)
         pod["spec"]["nodeName"] = f"host-{pod['metadata']['labels'].get(INDEX, 0)}"
         self.server.set_status("pods", namespace, name, {"phase": "Running"})
         for number, line in enumerate(outcome.lines):
