@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -137,7 +138,6 @@ class JobController:
         self.server, self.kubelet, self.script = server, kubelet, script
         self.counted: dict[str, Counter[int]] = {}
         self.seen: set[str] = set()
-        self.number = 0
 
     def sync(self, job: Manifest) -> None:
         """Bring pods and status of a job to what its spec asks."""
@@ -192,8 +192,7 @@ class JobController:
             self.kubelet.tell(pod)
 
     def _start(self, job: Manifest, index: int) -> None:
-        self.number += 1
-        name, template = f"{job['metadata']['name']}-{index}-{self.number:05d}", job["spec"]["template"]
+        name, template = f"{job['metadata']['name']}-{index}-{uuid.uuid4().hex[:5]}", job["spec"]["template"]
         labels = {**template["metadata"].get("labels", {}), INDEX: str(index), "job-name": job["metadata"]["name"]}
         meta = {"name": name, "namespace": job["metadata"]["namespace"], "labels": labels}
         meta["ownerReferences"] = [
@@ -305,7 +304,6 @@ class RayController:
     def __init__(self, server: ApiServer, kubelet: Kubelet, script: Script) -> None:
         self.server, self.kubelet, self.script = server, kubelet, script
         self.retries: Counter[str] = Counter()
-        self.number = 0
 
     def sync(self, job: Manifest) -> None:
         """Start the driver, or follow its end."""
@@ -345,11 +343,10 @@ class RayController:
         return None
 
     def _start(self, job: Manifest) -> None:
-        self.number += 1
         template, meta = job["spec"]["submitterPodTemplate"], job["metadata"]
         owner = {"apiVersion": job["apiVersion"], "kind": "RayJob", "name": meta["name"], "uid": meta["uid"]}
         pod_meta = {
-            "name": f"{meta['name']}-{self.number:05d}",
+            "name": f"{meta['name']}-{uuid.uuid4().hex[:5]}",
             "namespace": meta["namespace"],
             "ownerReferences": [owner],
         }
