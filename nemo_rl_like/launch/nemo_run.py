@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,17 @@ class NemoRunTarget:
         """A script for each stage; NeMo-Run makes the rest from them when the job is submitted."""
         names = _stages(job)
         files = {_script(i): _stage_script(job, i, name) for i, name in enumerate(names)}
-        return Rendered(files, ("nrl", "submit", "--via", "nemo-run", str(job.folder / "spec.yaml")))
+        where = self.name.rpartition("-")[2]
+        return Rendered(files, ("nrl", "submit", str(job.folder / "spec.yaml"), "--to", where, "--via", "nemo-run"))
 
     def dry_run(self, job: Job, rendered: Rendered) -> None:
         """NeMo-Run is installed and takes the experiment. Raises SubmitError."""
-        with self._experiment(job) as experiment:
-            experiment.dryrun(log=False)
+        with tempfile.TemporaryDirectory() as folder:
+            job = replace(job, folder=Path(folder))
+            for name, text in rendered.files.items():
+                (job.folder / name).write_text(text, encoding="utf-8")
+            with self._experiment(job) as experiment:
+                experiment.dryrun(log=False)
 
     def submit(self, job: Job, rendered: Rendered) -> str:
         """Run the experiment: on Slurm until all jobs are queued, on this machine until the last stage has ended.

@@ -15,9 +15,11 @@ def main(spec: Path, folder: Path) -> None:
     target, job = NemoRunLocal(), Job("tiny", load_spec(spec), folder, working_folder=folder)
     assert target.problems(job) == []
     rendered = target.render(job)
+    before = sorted(folder.iterdir())
+    target.dry_run(job, rendered)
+    assert sorted(folder.iterdir()) == before
     for name, text in rendered.files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    target.dry_run(job, rendered)
     job_id = target.submit(job, rendered)
     status = target.status(job_id, folder)
     target.cancel(job_id, folder)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_like.artifacts.errors import SubmitError
-from nemo_rl_like.launch.nemo_run import NemoRunLocal, NemoRunSlurm
+from nemo_rl_like.launch.nemo_run import NemoRunLocal, NemoRunSlurm, _overall
 from nemo_rl_like.launch.target import Job
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import resolved_yaml
@@ -82,6 +82,28 @@ def test_what_to_install_is_told_where_it_is_missing(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     with pytest.raises(SubmitError, match=re.escape("pip install 'nemo-rl-like[nemo-run]'")):
         NemoRunLocal().submit(job, NemoRunLocal().render(job))
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [
+        (("SUCCEEDED", "SUCCEEDED"), "done"),
+        (("SUCCEEDED", "FAILED"), "failed"),
+        (("SUCCEEDED", "RUNNING"), "running"),
+        (("SUCCEEDED", "PENDING"), "queued"),
+        (("SUBMITTED", "PENDING"), "queued"),
+        (("SUCCEEDED", "CANCELLED"), "cancelled"),
+        (("SUCCEEDED", "UNKNOWN"), "unknown"),
+    ],
+)
+def test_an_experiment_is_as_far_as_its_tasks(states: tuple[str, str], state: str) -> None:
+    assert _overall(dict(zip(("0-sft", "1-rl"), states, strict=True)), None).state == state
+
+
+def test_logs_of_stages_are_read_in_turn(tmp_path: Path) -> None:
+    (tmp_path / "nemo-run-0.0.log").write_text("a\n\nb\n", encoding="utf-8")
+    (tmp_path / "nemo-run-1.0.log").write_text("c\nno end", encoding="utf-8")
+    assert list(NemoRunLocal().logs("x", tmp_path, follow=False)) == ["a", "", "b", "c", "no end"]
 
 
 class Environment:

@@ -85,6 +85,11 @@ class Following:
 
 
 def driver_pods(cluster: Cluster, namespace: str, selector: str) -> tuple[list[Manifest], str]:
-    """The driver's pods, the oldest first, and the resource version."""
+    """The driver's pods, the oldest first, and the resource version. Of those of one second, failed ones came before the one that goes on."""
     pods, version = cluster.pods(namespace, selector)
-    return sorted(pods, key=lambda p: (p["metadata"]["creationTimestamp"], p["metadata"]["name"])), version
+
+    def age(pod: Manifest) -> tuple[str, bool, bool]:
+        phase = pod.get("status", {}).get("phase")
+        return pod["metadata"]["creationTimestamp"], phase != "Failed", phase != "Succeeded"
+
+    return sorted(pods, key=age), version

@@ -122,7 +122,7 @@ class KubernetesTarget:
         return (line.partition(" ")[2] for line in lines)
 
     def cancel(self, job_id: str, folder: Path) -> None:
-        """Delete the job once its pods have ended: they are told first, and save."""
+        """Delete the job once its pods have ended: they are told first, and save; the driver of a RayJob is told nothing."""
         at = _parse(job_id)
         cluster = self._cluster(at.context)
         cluster.delete(at.carrier, at.namespace, at.name)

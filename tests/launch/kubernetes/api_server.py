@@ -96,7 +96,9 @@ class ApiServer:
     def put(self, plural: str, thing: Manifest) -> Manifest:
         """Keep a new object, as the server completes it."""
         meta = thing["metadata"]
-        meta.update(uid=str(uuid.uuid4()), creationTimestamp=now(), generation=1)
+        meta.update(
+            uid=str(uuid.uuid4()), creationTimestamp=now()[:19] + "Z", generation=1
+        )  # whole seconds, as the API has
         thing["status"] = {}
         self.objects[plural, meta["namespace"], meta["name"]] = thing
         self._changed("ADDED", plural, thing)
@@ -360,7 +362,7 @@ def serving(server: ApiServer, folder: Path) -> Iterator[Path]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield write_kubeconfig(folder, f"https://127.0.0.1:{server.port}")
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class Kubelet:
         self.server = server
         self.environments: dict[str, dict[str, str]] = {}
         self.told: dict[str, asyncio.Event] = {}
+        self.pull_s = 0.01
+        """Seconds from a pod's creation to its start."""
 
     async def run(self, pod: Manifest, outcome: Outcome) -> None:
         """From Pending to its end; a pod whose volumes are not there stays Pending."""
@@ -96,7 +99,7 @@ class Kubelet:
         self.environments[name] = expanded(container.get("env", []))
         told = self.told[pod["metadata"]["uid"]] = asyncio.Event()
         self.server.set_status("pods", namespace, name, {"phase": "Pending"})
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.pull_s)
         pod["spec"]["nodeName"] = f"host-{pod['metadata']['labels'].get(INDEX, 0)}"
         self.server.set_status("pods", namespace, name, {"phase": "Running"})
         for number, line in enumerate(outcome.lines):
@@ -135,7 +138,6 @@ class JobController:
         self.server, self.kubelet, self.script = server, kubelet, script
         self.counted: dict[str, Counter[int]] = {}
         self.seen: set[str] = set()
-        self.number = 0
 
     def sync(self, job: Manifest) -> None:
         """Bring pods and status of a job to what its spec asks."""
@@ -190,8 +192,7 @@ class JobController:
             self.kubelet.tell(pod)
 
     def _start(self, job: Manifest, index: int) -> None:
-        self.number += 1
-        name, template = f"{job['metadata']['name']}-{index}-{self.number:05d}", job["spec"]["template"]
+        name, template = f"{job['metadata']['name']}-{index}-{uuid.uuid4().hex[:5]}", job["spec"]["template"]
         labels = {**template["metadata"].get("labels", {}), INDEX: str(index), "job-name": job["metadata"]["name"]}
         meta = {"name": name, "namespace": job["metadata"]["namespace"], "labels": labels}
         meta["ownerReferences"] = [
@@ -303,7 +304,6 @@ class RayController:
     def __init__(self, server: ApiServer, kubelet: Kubelet, script: Script) -> None:
         self.server, self.kubelet, self.script = server, kubelet, script
         self.retries: Counter[str] = Counter()
-        self.number = 0
 
     def sync(self, job: Manifest) -> None:
         """Start the driver, or follow its end."""
@@ -343,11 +343,10 @@ class RayController:
         return None
 
     def _start(self, job: Manifest) -> None:
-        self.number += 1
         template, meta = job["spec"]["submitterPodTemplate"], job["metadata"]
         owner = {"apiVersion": job["apiVersion"], "kind": "RayJob", "name": meta["name"], "uid": meta["uid"]}
         pod_meta = {
-            "name": f"{meta['name']}-{self.number:05d}",
+            "name": f"{meta['name']}-{uuid.uuid4().hex[:5]}",
             "namespace": meta["namespace"],
             "ownerReferences": [owner],
         }

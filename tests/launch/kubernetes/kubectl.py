@@ -13,7 +13,7 @@ def kubectl(*words: str, kubeconfig: Path | None = None, text: str | None = None
     assert program is not None, (
         "kubectl is not installed; `make install-system`, or on Debian `apt-get install kubernetes-client`"
     )
-    options = [] if kubeconfig is None else ["--kubeconfig", str(kubeconfig), "--request-timeout", "30s"]
+    options = [] if kubeconfig is None else ["--kubeconfig", str(kubeconfig), "--request-timeout", "60s"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
     done = subprocess.run(
         [program, *words, *options], input=text, capture_output=True, text=True, timeout=120, env=environment

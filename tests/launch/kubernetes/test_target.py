@@ -21,7 +21,7 @@ from tests.launch.kubernetes.jobs import SHAPES, make_job
 
 TINY = object_name(make_job())
 HERE = Path("/submissions/0001")
-LONG_S = 20.0
+LONG_S = 60.0
 """Longest wait for the double, in seconds."""
 Serve = Callable[..., ApiServer]
 
