@@ -12,7 +12,7 @@ from nemo_rl_like.export.bundle import ExportSource, How, write_bundles
 from nemo_rl_like.export.targets import target_problems
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.export import ExportStageSpec
-from nemo_rl_like.stages.preflight import config_of
+from nemo_rl_like.stages.shapes import config_of
 
 FOLDER = "model"
 BUNDLES = "bundles"
