@@ -10,7 +10,7 @@ from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import Artifact, Checkpoint, RewardModel, ServingBundle
 from nemo_rl_like.export.bundle import ExportSource, How, write_bundles
 from nemo_rl_like.export.targets import target_problems
-from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
 from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.stages.shapes import config_of
 
@@ -31,10 +31,18 @@ class ExportStage:
     def preflight(self) -> list[str]:
         """What the model or this host lacks for a target; the weights come from an earlier stage."""
         try:
-            model = config_of(self.spec)
+            model = config_of(self._maker())
         except NrlError as error:
             return [str(error)]
         return [problem for target in self.stage.wanted for problem in target_problems(target, model)]
+
+    def _maker(self) -> ExperimentSpec:
+        """The experiment as the stage sees it whose checkpoint is exported."""
+        names = [stage_name(stage) for stage in self.spec.stages]
+        before = self.spec.stages[: names.index(stage_name(self.stage))]
+        named = self.stage.checkpoint
+        makers = [s for s in before if (isinstance(s, TRAINING_STAGES) if named is None else stage_name(s) == named)]
+        return self.spec.for_stage(makers[-1]) if makers else self.spec
 
     def run(self, context: StageContext, inputs: Mapping[str, Artifact]) -> Artifact:
         """Stream the checkpoint's weights into shards of the asked size, prove them, and make every target of them; needs no GPU."""
