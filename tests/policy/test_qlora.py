@@ -154,7 +154,7 @@ def test_the_base_is_the_same_in_any_layout_and_takes_what_the_estimate_says(fol
     matrices = sum(t.numel() for name, t in plain.items() if name.endswith("proj.weight"))
     others = sum(t.nbytes for name, t in plain.items() if not name.endswith("proj.weight"))
     bits = [8 * (found["bytes"] - others) / matrices for found in one]
-    assert bits[0] == 4.5 and 4.125 < bits[1] < 4.3
+    assert bits[0] == 4.5 and 4.125 < bits[1] < 4.125 + 32 / 128  # 4 bytes of a row, which has 128 or 256 inputs
 
 
 @pytest.mark.slow
