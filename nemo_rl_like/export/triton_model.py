@@ -2,7 +2,7 @@
 
 It is copied into a model repository as `1/model.py` beside `1/weights` and needs torch and transformers in the server's Python, nothing else.
 Inputs follow Triton's vLLM backend (`text_input`, `stream`, `sampling_parameters` as JSON), and `input_ids` may stand for the text.
-`sampling_parameters`: `max_tokens`, `temperature` (0, the default, is greedy), `seed`, `ignore_eos`, `stop_token_ids`.
+`sampling_parameters`, or the request's own parameters where that is missing: `max_tokens`, `temperature` (0, the default, is greedy), `seed`, `ignore_eos`, `stop_token_ids`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class TritonPythonModel:
                 sender.send(failed, flags=_FINAL)
 
     def _answer(self, request: Any, sender: Any) -> None:
-        asked = self._sampling(_scalar(request, "sampling_parameters"))
+        given = _scalar(request, "sampling_parameters")
+        asked = self._sampling(request.parameters() if given is None else given)
         prompt, text = self._prompt(request)
         stream = bool(_scalar(request, "stream"))
         ids: list[int] = []
@@ -78,9 +79,9 @@ class TritonPythonModel:
             )
         return ids, str(self.tokenizer.decode(ids)) if text is None else text.decode()
 
-    def _sampling(self, given: bytes | None) -> dict[str, Any]:
+    def _sampling(self, given: bytes | str) -> dict[str, Any]:
         """The request's sampling parameters. Raises ValueError for one that is not known or out of range."""
-        asked = json.loads(given) if given is not None else {}
+        asked = json.loads(given or "{}")
         if not isinstance(asked, dict):
             raise ValueError(f"`sampling_parameters` is {asked!r}, must be a JSON object")
         unknown = sorted(set(asked) - set(_SAMPLING))

@@ -47,6 +47,8 @@ def test_greedy_tokens_are_the_trainers_over_http_grpc_and_streams(
     tokenizer = load_tokenizer(weights)
     how = json.dumps({"max_tokens": TOKENS, "ignore_eos": True})
     for prompt, ids in zip(PROMPTS, greedy, strict=True):
+        plain = {"input_ids": prompt, "parameters": {"max_tokens": TOKENS, "ignore_eos": True}}
+        assert tuple(server.post("/v2/models/model/generate", plain)["output_ids"]) == ids
         said = server.post(
             "/v2/models/model/generate",
             {"input_ids": prompt, "sampling_parameters": how, "exclude_input_in_output": True},

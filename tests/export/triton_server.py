@@ -21,6 +21,8 @@ from typing import Any
 
 SITE = Path(sysconfig.get_path("platlib"))
 SERVER = SITE / "pytriton" / "tritonserver"
+NUMPY = Path(sys.prefix) / "triton"
+"""NumPy 1.26 alone (`make install-test`): the wheel's Python stub was built for NumPy 1 and gives arrays of NumPy 2 wrong strides."""
 _count = itertools.count()
 
 
@@ -108,6 +110,7 @@ def _command(repository: Path, backends: Path, ports: list[int]) -> list[str]:
         "metrics-port": metrics,
         "allow-gpu-metrics": "false",
         "exit-on-error": "true",
+        "exit-timeout-secs": "10",
         "backend-config": f"python,shm-region-prefix-name=nrl_{os.getpid()}_{next(_count)}_",
     }
     patience = "--backend-config=python,stub-timeout-seconds=120"
@@ -115,11 +118,12 @@ def _command(repository: Path, backends: Path, ports: list[int]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
+    assert (NUMPY / "numpy").is_dir(), f"{NUMPY} has no numpy; run `make install-test`"
     libraries = f"{SITE / 'nvidia_pytriton.libs'}:{sysconfig.get_config_var('LIBDIR')}"
     return {
         **os.environ,
         "LD_LIBRARY_PATH": libraries,
-        "PYTHONPATH": str(SITE),
+        "PYTHONPATH": f"{NUMPY}:{SITE}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
