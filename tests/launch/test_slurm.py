@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -280,10 +281,15 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
     assert outcome(output) == outcome(never_stopped(tmp_path, 6))
 
 
+_REVOKED_S = 2.0
+"""A host takes no start of a job that is stamped with the second of its requeueing or before ("Job credential revoked")."""
+
+
 def start_now(slurm: Cluster, job: str) -> None:
     """Start a requeued job without the two minutes that Slurm gives its hosts to clean up, once they have."""
     wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", lambda: str(slurm.job(job)))
     wait_until(lambda: slurm.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "4", lambda: slurm.call("sinfo"))
+    time.sleep(_REVOKED_S)
     slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
