@@ -56,9 +56,9 @@ lock: $(UV)  ## Make the lock files from pyproject.toml.
 install: $(VENV)/.installed-demo
 install-test: $(VENV)/.installed-test install-system
 
-# Programs of the tests that no Python package has: a Slurm of their own, a checker of shell scripts, hosts of network namespaces.
-SYSTEM_PACKAGES := slurm-wlm munge libslurm-dev gcc libc6-dev shellcheck iproute2
-SYSTEM_PROGRAMS := slurmctld slurmd sbatch munged gcc shellcheck ip
+# Programs of the tests that no Python package has: a Slurm of their own, kubectl, a checker of shell scripts, hosts of network namespaces.
+SYSTEM_PACKAGES := slurm-wlm munge kubernetes-client libslurm-dev gcc libc6-dev shellcheck iproute2
+SYSTEM_PROGRAMS := kubectl slurmctld slurmd sbatch munged gcc shellcheck ip
 
 install-system:  ## Install what the tests need of the system (Debian or Ubuntu, as root; elsewhere it says what is missing).
 	@missing=""; for p in $(SYSTEM_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" command -v $$p >/dev/null || missing="$$missing $$p"; done; \
