@@ -92,6 +92,8 @@ def _backends(scratch: Path, more: Mapping[str, Path]) -> Path:
     )
     shutil.copyfile(stub, folder / "python" / stub.name)
     (folder / "python" / stub.name).chmod(0o755)
+    utilities = folder / "python" / "triton_python_backend_utils.py"  # what the stub imports first; it does not read PYTHONPATH
+    utilities.write_text(f"import sys\n\nsys.path.insert(0, {str(NUMPY)!r})\n" + utilities.read_text())
     for name, source in more.items():
         (folder / name).mkdir()
         shutil.copyfile(source, folder / name / "model.py")
@@ -123,7 +125,7 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         "LD_LIBRARY_PATH": libraries,
-        "PYTHONPATH": f"{NUMPY}:{SITE}",
+        "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
