@@ -77,7 +77,6 @@ $(VENV)/.installed-demo: requirements/demo.txt pyproject.toml | $(UV)
 
 $(VENV)/.installed-test: requirements/test.txt pyproject.toml | $(UV)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(WHEELS) --requirement requirements/test.txt
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(WHEELS) --target $(VENV)/triton numpy==1.26.4  # for tritonserver's stub
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@
 
