@@ -167,6 +167,7 @@ def test_a_saved_job_is_started_again_without_end_and_a_failed_one_as_often_as_a
     assert ended["ExitCode"] == "4:0" and [line.split(":")[0] for line in stub.heard()] == ["0.0", "0.1", "0.2"]
 
 
+@pytest.mark.slow
 def test_a_wrong_spec_is_not_started_again(stub: Stub) -> None:
     stub.does("2")
     done = stub.submit(stub.spec(), "--wait")
@@ -174,6 +175,7 @@ def test_a_wrong_spec_is_not_started_again(stub: Stub) -> None:
     assert len(stub.heard()) == 1
 
 
+@pytest.mark.slow
 def test_a_running_job_that_is_cancelled_saves_and_stays_ended(stub: Stub) -> None:
     stub.does("save")
     job = stub.started(stub.spec())
@@ -187,6 +189,7 @@ def test_a_running_job_that_is_cancelled_saves_and_stays_ended(stub: Stub) -> No
     )
 
 
+@pytest.mark.slow
 def test_an_array_runs_each_seed_in_its_own_folder(stub: Stub) -> None:
     stub.does("0")
     done = stub.submit(stub.spec(), "--seeds", "3,8", "--wait")
@@ -198,6 +201,7 @@ def test_an_array_runs_each_seed_in_its_own_folder(stub: Stub) -> None:
         assert (spec.seed, spec.output) == (seed, f"{stub.output}-seed{seed}")
 
 
+@pytest.mark.slow
 def test_stages_are_jobs_and_after_one_that_failed_the_next_never_starts(stub: Stub) -> None:
     stub.does("0")
     spec = stub.spec()
