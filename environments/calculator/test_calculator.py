@@ -4,11 +4,11 @@ import asyncio
 import operator
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from environments.calculator.environment import CalculatorConfig, CalculatorSource
-from environments.calculator.evaluator import CalculationError, evaluate
+from environments.calculator.evaluator import MAX_VALUE, CalculationError, evaluate
 from nemo_rl_like.environment.types import SpecError, assistant
 
 SOURCE = CalculatorSource(CalculatorConfig(call_reward=0.1, max_calls=2))
@@ -31,6 +31,7 @@ def _expressions(draw, depth=0):
         return str(number), number
     sign, apply = draw(st.sampled_from([("+", operator.add), ("-", operator.sub), ("*", operator.mul)]))
     (left, a), (right, b) = draw(_expressions(depth + 1)), draw(_expressions(depth + 1))
+    assume(abs(apply(a, b)) <= MAX_VALUE)
     return f"({left}{sign} {right})", apply(a, b)
 
 

@@ -62,7 +62,7 @@ def rendered(job: Job) -> str:
 
 def structure(script: str) -> list[str]:
     """The script without what stands in its fields: option names of the directives, and the body with its words blanked."""
-    lines = script.splitlines()
+    lines = script.split("\n")
     directives = [line.partition("=")[0] for line in lines if line.startswith("#SBATCH")]
     body = [line for line in lines if not line.startswith("#SBATCH")]
     return directives + [flag_of(line) if "--container-" in line else line for line in body]

@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from nemo_rl_like.checkpoint.layout import SECTIONS, ModelIdentity
 from nemo_rl_like.checkpoint.writer import CheckpointWriter
 from nemo_rl_like.cluster.context import RankContext, axis_ranks
+from nemo_rl_like.export.hf import copy_adapters
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.policy import LayoutSpec
 
@@ -97,3 +98,9 @@ def context_of(layout: LayoutSpec, rank: int, world: int, port: int) -> RankCont
     return RankContext(
         "policy", rank, world, axes, axis_ranks(rank, axes), "127.0.0.1", port, 1, Path("unused"), "node"
     )
+
+
+def export_adapter(checkpoint: Path, target: Path) -> None:
+    """The checkpoint's adapters in a new folder, as an export writes them."""
+    target.mkdir()
+    copy_adapters(checkpoint, target)

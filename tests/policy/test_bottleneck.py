@@ -21,9 +21,8 @@ from nemo_rl_like.model.bottleneck import BottleneckMap, check_bottleneck
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.store import write_adapter_config
 from nemo_rl_like.spec.policy import BottleneckSpec, LayoutSpec, PolicySpec, RecomputeSpec
-from nemo_rl_like.stages.export import write_adapter
 from tests.model import tiny
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import export_adapter, run_ranks
 from tests.policy.test_laws import make_batch, make_folder
 from tests.policy.test_lora_laws import Folders, by_peft, each, largest, steps
 from tests.policy.virtual_ranks import Found, check_samples, one_rank, sampled
@@ -51,7 +50,7 @@ def make(root: Path, base: Path, spec: BottleneckSpec) -> Folders:
     save_file(drawn, root / "checkpoint" / ADAPTER / "model.safetensors")
     write_adapter_config(root / "checkpoint" / ADAPTER / "adapter_config.json", spec, config, base)
     (root / "checkpoint" / "weights").mkdir()
-    write_adapter(root / "checkpoint", root / "export")
+    export_adapter(root / "checkpoint", root / "export")
     return Folders(base, root / "export", root / "checkpoint")
 
 

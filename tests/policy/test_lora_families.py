@@ -13,9 +13,8 @@ from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.policy.store import write_adapter_config
 from nemo_rl_like.spec.policy import LayoutSpec, LoraSpec, PolicySpec, RecomputeSpec
-from nemo_rl_like.stages.export import write_adapter
 from tests.model import tiny
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import export_adapter, run_ranks
 from tests.policy.test_lora_laws import Folders, check, each, largest, make_adapters, peft_of, steps
 from tests.policy.virtual_ranks import Found, check_samples, one_rank, sampled
 
@@ -84,7 +83,7 @@ def test_peft_loads_what_is_exported_of_stacked_experts(name: str, tmp_path: Pat
     config = ModelConfig.from_hf_folder(folders.base)
     write_adapter_config(folders.checkpoint / ADAPTER / "adapter_config.json", lora, config, folders.base)
     (folders.checkpoint / "weights").mkdir()
-    write_adapter(folders.checkpoint, tmp_path / "export")
+    export_adapter(folders.checkpoint, tmp_path / "export")
     ours, theirs = (load_file(x / "adapter_model.safetensors") for x in (tmp_path / "export", folders.peft))
     assert largest(ours, theirs) == 0
     ids = torch.arange(20)[None]

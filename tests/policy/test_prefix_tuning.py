@@ -19,9 +19,8 @@ from nemo_rl_like.model.prefix import PrefixMap, as_peft, check_prefix
 from nemo_rl_like.model.scratch import generator_of
 from nemo_rl_like.policy.store import write_adapter_config
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, PrefixTuningSpec, RecomputeSpec
-from nemo_rl_like.stages.export import write_adapter
 from tests.model import tiny
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import export_adapter, run_ranks
 from tests.policy.test_laws import make_batch, make_folder
 from tests.policy.test_lora_laws import Folders, by_peft, largest, steps
 from tests.policy.virtual_ranks import Found, check_samples, one_rank, sampled
@@ -48,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     save_file(drawn, root / "checkpoint" / ADAPTER / "model.safetensors")
     write_adapter_config(root / "checkpoint" / ADAPTER / "adapter_config.json", TUNED, config, base)
     (root / "checkpoint" / "weights").mkdir()
-    write_adapter(root / "checkpoint", root / "peft")
+    export_adapter(root / "checkpoint", root / "peft")
     return Folders(base, root / "peft", root / "checkpoint")
 
 
@@ -97,7 +96,7 @@ class BehindTokens(torch.nn.Module):
 def test_prefixes_are_pefts_for_any_rows(folders: Folders, found: Found, tmp_path: Path) -> None:
     made = found[0]
     check(made, folders)
-    write_adapter(made[0]["folder"], tmp_path / "peft")
+    export_adapter(made[0]["folder"], tmp_path / "peft")
     said = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert said["peft_type"] == "PREFIX_TUNING" and said["num_virtual_tokens"] == TUNED.tokens
     base = LlamaForCausalLM.from_pretrained(folders.base, dtype=torch.float32)

@@ -15,8 +15,7 @@ from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.model.virtual_tokens import PROMPT
 from nemo_rl_like.policy.store import kept_beside
 from nemo_rl_like.spec.policy import LayoutSpec, PolicySpec, PromptTuningSpec, RecomputeSpec
-from nemo_rl_like.stages.export import write_adapter
-from tests.policy.ranks import run_ranks
+from tests.policy.ranks import export_adapter, run_ranks
 from tests.policy.test_laws import make_batch, make_folder
 from tests.policy.test_lora_laws import Folders, by_peft, largest, steps
 from tests.policy.virtual_ranks import Found, check_samples, one_rank, sampled
@@ -87,7 +86,7 @@ def test_virtual_tokens_are_pefts_for_any_rows(folders: Folders, found: Found, t
     check(found[0], folders)
     checkpoint = found[0][0]["folder"]
     assert kept_beside(checkpoint) == "virtual tokens"
-    write_adapter(checkpoint, tmp_path / "peft")
+    export_adapter(checkpoint, tmp_path / "peft")
     trained = Shifted(Folders(folders.base, tmp_path / "peft", checkpoint)).model.prompt_encoder["default"].embedding
     assert torch.equal(trained.weight.float(), load_file(tmp_path / "peft" / "adapter_model.safetensors")[PROMPT])
 

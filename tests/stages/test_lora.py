@@ -12,10 +12,11 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from nemo_rl_like.data.tokenizer import character_tokenizer
+from nemo_rl_like.pipeline.lineage import find_lineage
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.spec.loader import load_spec
-from nemo_rl_like.stages.api import export_checkpoint
+from nemo_rl_like.stages.api import checkpoint_at, export_checkpoint
 from tests.generation.tiny_models import scores
 from tests.generation.vllm_adapter import served
 from tests.stages.killing import finish, metric_lines, tensor_files, write_rows, write_sums, write_tiny
@@ -89,7 +90,8 @@ def test_adapters_are_trained_exported_and_survive_a_kill(tmp_path: Path) -> Non
         ends = [tensor_files(run / stage / "checkpoints" / f"step_{step}") for run in (whole, cut)]
         assert ends[0] == ends[1] and any(name.startswith("adapter/") for name in ends[0])
         assert metric_lines(cut / stage) == metric_lines(whole / stage)
-    (again,) = export_checkpoint(whole, tmp_path / "again", ExportStageSpec(adapter=True))
+    lineage = find_lineage(checkpoint_at(whole))
+    (again,) = export_checkpoint(whole, tmp_path / "again", ExportStageSpec(adapter=True), lineage)
     assert tensor_names(again) == tensor_names(whole / "adapter" / "model")
 
 

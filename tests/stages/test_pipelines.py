@@ -69,8 +69,9 @@ def test_rlhf_in_one_command_and_again_nothing_is_done(tmp_path: Path, monkeypat
     assert "eval/accuracy" in lineage["evaluations"]["evaluate"]["ppo"]
 
 
+@pytest.mark.slow
 @pytest.mark.service
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_student_of_another_size_learns_from_a_teacher_of_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
