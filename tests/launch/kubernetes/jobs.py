@@ -10,7 +10,7 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 
 FOLDER = Path("/submissions/0001")
 IMAGE = "registry.example/nrl@sha256:" + "0" * 64
-CLAIM = {"claim": "work", "path": "/work"}
+CLAIM = {"claim": "work", "path": "/data"}
 SHAPES = ("job", "jobset", "rayjob", "raycluster")
 FULL: dict[str, Any] = {
     "namespace": "nrl",
@@ -44,7 +44,7 @@ def make_job(name: str = "tiny", *, secrets: dict[str, Any] | None = None, **lau
 
 
 def make_spec(
-    launch: dict[str, Any], secrets: dict[str, Any] | None = None, output: str = "/work/run"
+    launch: dict[str, Any], secrets: dict[str, Any] | None = None, output: str = "/data/run"
 ) -> ExperimentSpec:
     """A small experiment with this launch block."""
     values = {

@@ -34,9 +34,9 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("shm", {"memory_gib_per_node": 8.0}, "`launch.kubernetes.shm_gib` is 8, and its pages count"),
     ("store", {"kubernetes": {"shm_gib": 0.5}}, "`cluster.object_store_gib` is 1"),
-    ("output", {"kubernetes": {"claims": []}}, "`output` is '/work/run', which ends with the pod"),
-    ("output-read", {"kubernetes": {"claims": [{**CLAIM, "read_only": True}]}}, "`output` is '/work/run'"),
-    ("path-twice", {"kubernetes": {"claims": [CLAIM, {"claim": "b", "path": "/work/"}]}}, "has the path /work 2 times"),
+    ("output", {"kubernetes": {"claims": []}}, "`output` is '/data/run', which ends with the pod"),
+    ("output-read", {"kubernetes": {"claims": [{**CLAIM, "read_only": True}]}}, "`output` is '/data/run'"),
+    ("path-twice", {"kubernetes": {"claims": [CLAIM, {"claim": "b", "path": "/data/"}]}}, "has the path /data 2 times"),
     ("path-taken", {"kubernetes": {"claims": [CLAIM, {"claim": "b", "path": "/home"}]}}, "the path /home, which the job itself uses"),
     ("dots", {"kubernetes": {"claims": [CLAIM, {"claim": "b", "path": "/a/../b"}]}}, "the path '/a/../b'"),
     ("label", {"kubernetes": {"labels": {"kai.scheduler/queue": "x"}}}, "`launch.kubernetes.labels.kai.scheduler/queue`"),
@@ -60,7 +60,7 @@ def test_a_spec_that_no_map_holds_is_a_problem(monkeypatch: pytest.MonkeyPatch) 
     assert problem.startswith("the spec has ")
 
 
-@pytest.mark.parametrize("output", ["runs/x", "/other/run", "/work/../etc", "/workshop"])
+@pytest.mark.parametrize("output", ["runs/x", "/other/run", "/data/../etc", "/workshop"])
 def test_an_output_outside_of_the_volumes_is_a_problem(output: str) -> None:
     spec = make_spec({"image": "x", "kubernetes": {"claims": [CLAIM]}}, output=output)
     (problem,) = KubernetesTarget().problems(replace(make_job(), spec=spec))
@@ -69,16 +69,16 @@ def test_an_output_outside_of_the_volumes_is_a_problem(output: str) -> None:
 
 def test_a_file_that_no_volume_holds_is_a_problem() -> None:
     launch = {"image": "x", "kubernetes": {"claims": [CLAIM]}}
-    data = {"path": "/work/pairs.jsonl"}
+    data = {"path": "/data/pairs.jsonl"}
     stages = [
         {"kind": "preference", "data": data},
-        {"kind": "pretrain", "data": {"paths": ["/work/a", "b.txt", "/work/../c"]}},
+        {"kind": "pretrain", "data": {"paths": ["/data/a", "b.txt", "/data/../c"]}},
     ]
     values = {**make_spec(launch).model_dump(mode="json"), "stages": stages}
     found = KubernetesTarget().problems(replace(make_job(), spec=ExperimentSpec.model_validate(values)))
     assert [f.partition(", which")[0] for f in found] == [
         "`stages[1].data.paths[1]` is 'b.txt'",
-        "`stages[1].data.paths[2]` is '/work/../c'",
+        "`stages[1].data.paths[2]` is '/data/../c'",
     ]
 
 
