@@ -12,5 +12,5 @@ LINEAGE = "lineage.json"
 
 
 def lineage_text(lineage: Mapping[str, JSON]) -> str:
-    """`lineage.json` as it is written."""
-    return json.dumps(lineage, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    """`lineage.json` as it is written: stages in their order."""
+    return json.dumps(lineage, indent=1, allow_nan=False) + "\n"

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from nemo_rl_like.export.triton import engine_arguments
 from nemo_rl_like.export.triton_layout import ENGINE_FIELDS
 from nemo_rl_like.spec.export import TritonVllmTarget
 from tests.generation.vllm_adapter import SETTINGS
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.service, pytest.mark.slow, pytest.mark.timeout(1500)]
 PROMPTS = ([5, 70, 200], [100, 101, 102, 103, 104, 105, 106], [287, 2, 40, 41])
@@ -59,9 +59,7 @@ def openai_server(
     folder: Path, more: list[str], log: Path
 ) -> Iterator[Callable[[Sequence[int], str], tuple[int, ...]]]:
     """`vllm serve`; gives a function that asks a model for the greedy tokens after a prompt."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = [
         "--host",
         "127.0.0.1",

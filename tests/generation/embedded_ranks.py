@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.policy import LayoutSpec
+from tests.ports import free_port
 
 WORLD = 4
 
@@ -61,13 +61,6 @@ def start_engine(
 def do(engine: EmbeddedEngine, job: Job) -> Answer:
     """Every sampling, then the scores."""
     return Answer([engine.generate(job.requests, s) for s in job.samplings], engine.score(job.scored))
-
-
-def free_port() -> int:
-    """A TCP port that was free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(folder: Path, job: Job, layout: LayoutSpec, scratch: Path) -> list[Answer]:

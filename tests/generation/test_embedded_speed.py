@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nemo_rl_like.generation.types import Request, Sampling
 from nemo_rl_like.model import runtime
 from nemo_rl_like.spec.policy import LayoutSpec
+from tests.ports import free_port
 
-from .embedded_ranks import free_port, start_engine
+from .embedded_ranks import start_engine
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 52, 16
 

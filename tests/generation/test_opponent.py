@@ -20,8 +20,8 @@ from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.online import MixtureOpponent, OpponentSpec, ReferenceOpponent
 from nemo_rl_like.spec.policy import LayoutSpec
+from tests.ports import free_port
 
-from .embedded_ranks import free_port
 from .tiny_models import VOCAB, save, tiny_llama
 
 REQUESTS = [

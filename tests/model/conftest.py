@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.spec.policy import LayoutSpec
 from tests.model import tiny
 from tests.model.parallel_rank import Results, run_four_ranks
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def one_rank() -> Iterator[None]:
     """A world of one rank in this process."""
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     runtime.init_distributed(0, 1, "127.0.0.1", port, LayoutSpec(), 120.0, 1)
     yield
     runtime.shutdown_distributed()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec, RecomputeSpec, RouterSpec
 from nemo_rl_like.tokens.batch import TokenBatch
 from tests.model import tiny
+from tests.ports import free_port
 
 with runtime.quiet():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -106,9 +106,7 @@ def run_four_ranks(folders: Mapping[str, Path], scratch: Path, *, every: bool) -
 
     `every`: all families in all layouts, else a few of both.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     named = {family: str(path) for family, path in folders.items()}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ranks = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +17,7 @@ from nemo_rl_like.cluster.context import RankContext, axis_ranks
 from nemo_rl_like.export.hf import copy_adapters
 from nemo_rl_like.policy.rank import PolicyRank
 from nemo_rl_like.spec.policy import LayoutSpec
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.ports import free_port
 
 
 def run_ranks(function: Callable[..., Any], world: int, tmp_path: Path, *args: Any, timeout_s: float = 240.0) -> Any:
