@@ -185,19 +185,21 @@ def without_auth(**more: str) -> dict[str, str]:
 
 def test_a_run_of_its_own_has_a_secret_and_a_stranger_on_the_host_is_kept_out(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TRY_TOKEN, str(tmp_path), "{}"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, env=without_auth(), **pipes) as owner:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=without_auth(), **{**pipes, "stderr": subprocess.DEVNULL}) as owner:
         told = dict(owner.stdout.readline().split(maxsplit=1) for _ in range(3))
         try:
             assert told["value"].strip() == "5" and told["mode"].strip() == "0o100600"
-            for mode in ("disabled", "token"):
-                env = without_auth(RAY_AUTH_MODE=mode, RAY_AUTH_TOKEN="0" * 64)
-                code = STRANGER.format(told["gcs"].strip())
-                tried = subprocess.run(
-                    [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+            code = STRANGER.format(told["gcs"].strip())
+            tries = [
+                subprocess.Popen(
+                    [sys.executable, "-c", code], env=without_auth(RAY_AUTH_MODE=mode, RAY_AUTH_TOKEN="0" * 64), **pipes
                 )
-                assert tried.returncode != 0 and "inside" not in tried.stdout
-                assert "token" in tried.stderr.lower()
+                for mode in ("disabled", "token")
+            ]
+            for tried in tries:
+                out, error = tried.communicate(timeout=120)
+                assert tried.returncode != 0 and "inside" not in out and "token" in error.lower()
         finally:
             owner.communicate("\n", timeout=60)
 
