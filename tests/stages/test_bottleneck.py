@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.spec.export import ExportStageSpec
 from nemo_rl_like.stages.api import export_checkpoint
 from tests.policy.test_bottleneck import hooked
 from tests.policy.test_lora_laws import Folders
@@ -42,4 +43,4 @@ def test_bottleneck_adapters_are_trained_exported_and_survive_a_kill(tmp_path: P
     assert ends[0] == ends[1] and any(name.startswith("adapter/") for name in ends[0])
     assert metric_lines(cut / "rl") == metric_lines(whole / "rl")
     with pytest.raises(InputError, match="has bottleneck adapters"):
-        export_checkpoint(whole, tmp_path / "merged", 1.0)
+        export_checkpoint(whole, tmp_path / "merged", ExportStageSpec())
