@@ -57,7 +57,8 @@ install: $(VENV)/.installed-demo
 install-test: $(VENV)/.installed-test install-system
 
 # Programs of the tests that no Python package has: a Slurm of their own, kubectl, a checker of shell scripts, hosts of network namespaces.
-SYSTEM_PACKAGES := slurm-wlm munge kubernetes-client libslurm-dev gcc libc6-dev shellcheck iproute2
+SYSTEM_PACKAGES := slurm-wlm munge libslurm-dev gcc libc6-dev shellcheck iproute2
+KUBECTL_PACKAGE = $(shell command -v kubectl >/dev/null || echo kubernetes-client)
 SYSTEM_PROGRAMS := kubectl slurmctld slurmd sbatch munged gcc shellcheck ip
 
 install-system:  ## Install what the tests need of the system (Debian or Ubuntu, as root; elsewhere it says what is missing).
@@ -65,9 +66,9 @@ install-system:  ## Install what the tests need of the system (Debian or Ubuntu,
 	test -e /usr/include/slurm/spank.h || missing="$$missing slurm/spank.h"; \
 	test -z "$$missing" && exit 0; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SYSTEM_PACKAGES) >/dev/null; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SYSTEM_PACKAGES) $(KUBECTL_PACKAGE) >/dev/null; \
 	else \
-		echo "missing:$$missing; install the packages $(SYSTEM_PACKAGES) (their tests fail without them)" >&2; \
+		echo "missing:$$missing; install the packages $(SYSTEM_PACKAGES) $(KUBECTL_PACKAGE) (their tests fail without them)" >&2; \
 	fi
 
 $(VENV)/.installed-demo: requirements/demo.txt pyproject.toml | $(UV)
