@@ -27,6 +27,13 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def atomic_write(path: Path, data: bytes) -> None:
     """Write `data` so that a reader sees the old file or the whole new one, also after a crash.
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 POLL_S = 0.5
 
 
-class NemoRunTarget:
+class NemoRunTarget(ABC):
     """A job through NeMo-Run; the subclasses say where.
 
     `nrl node` gets its variables from the spec, never through NeMo-Run, which would write them into a script without quotes.
@@ -102,11 +103,13 @@ class NemoRunTarget:
         for name in experiment.status(return_dict=True):
             experiment.cancel(name)
 
+    @abstractmethod
     def _problems(self, launch: LaunchSpec) -> Iterator[str]:
-        raise NotImplementedError
+        """Fields that the executor cannot honour."""
 
+    @abstractmethod
     def _executor(self, job: Job, run: Any) -> Any:
-        raise NotImplementedError
+        """NeMo-Run's executor for the job."""
 
     def _experiment(self, job: Job) -> Any:
         """NeMo-Run's experiment with the stages as tasks; to be entered."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.artifacts.lineage import LINEAGE
-from nemo_rl_like.pipeline.records import StageRecord, read_run, read_status
+from nemo_rl_like.pipeline.records import SPEC, StageRecord, read_run, read_status
 from nemo_rl_like.pipeline.wiring import Wire, wire
 from nemo_rl_like.spec.evaluate import EvaluateStageSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -64,8 +64,8 @@ def find_lineage(path: Path) -> dict[str, JSON]:
     if inside.is_file():
         return _read(inside)
     for folder in (path, *path.resolve().parents):
-        if read_run(folder) is not None and (folder / "spec.yaml").is_file():
-            spec = load_spec(folder / "spec.yaml")
+        if read_run(folder) is not None and (folder / SPEC).is_file():
+            spec = load_spec(folder / SPEC)
             names = [one.name for one in wire(spec)]
             below = path.resolve().relative_to(folder.resolve()).parts
             name = below[0] if below else names[-1]

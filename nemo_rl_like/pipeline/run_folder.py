@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from nemo_rl_like.artifacts.errors import OutputFolderError
+from nemo_rl_like.artifacts.files import nearest_existing
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,7 @@ def check_output(path: Path, start: Start) -> None:
     Raises:
         OutputFolderError: see `RunFolder.open`.
     """
-    nearest = path
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = nearest_existing(path)
     if not nearest.is_dir():
         what = "is a file" if nearest == path else f"lies below {nearest}, which is a file"
         raise OutputFolderError(f"output folder {path} {what}; set `output` to another folder")

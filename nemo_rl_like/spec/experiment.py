@@ -105,6 +105,10 @@ class ExperimentSpec(Spec):
         )
         return self.model_copy(update={**own, "stages": stages})
 
+    def before(self, stage: StageSpec) -> tuple[StageSpec, ...]:
+        """The stages before `stage`, in order."""
+        return self.stages[: [stage_name(s) for s in self.stages].index(stage_name(stage))]
+
     def starts_alike(self, one: StageSpec, other: StageSpec) -> bool:
         """Whether two stages have one model, so that either may start from the other's checkpoint; its dtype may differ."""
         shapes = [self.for_stage(stage).model.model_dump(exclude={"dtype"}) for stage in (one, other)]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.files import nearest_existing
 from nemo_rl_like.cluster.devices import visible_devices
 from nemo_rl_like.model.memory import GRADIENT, ITEMSIZE, STATE
 from nemo_rl_like.model.weight_map import WeightMap
@@ -40,7 +41,7 @@ def check_disk(spec: ExperimentSpec) -> None:
         if isinstance(stage, TRAINED)
     }
     output = Path(spec.output)
-    free = shutil.disk_usage(_existing(output)).free + _size(output)
+    free = shutil.disk_usage(nearest_existing(output)).free + _size(output)
     if sum(needed.values()) > free:
         largest = max(needed, key=lambda name: needed[name])
         raise InputError(
@@ -144,13 +145,6 @@ def _frozen(stage: StageSpec) -> int:
     return int(
         isinstance(stage, RlStageSpec) and stage.models_beside["reference"] and "reference" not in stage.own_ranks
     )
-
-
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _size(folder: Path) -> int:

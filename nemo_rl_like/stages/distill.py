@@ -121,7 +121,7 @@ class DistillStage:
 
     def _is_made_before(self, folder: str) -> bool:
         """Whether an earlier stage of this pipeline writes the folder."""
-        before = self.spec.stages[: [stage_name(s) for s in self.spec.stages].index(stage_name(self.stage))]
+        before = self.spec.before(self.stage)
         made = [
             Path(self.spec.output) / stage_name(s) / LOGITS for s in before if isinstance(s, TeacherLogitsStageSpec)
         ]

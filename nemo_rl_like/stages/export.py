@@ -38,9 +38,7 @@ class ExportStage:
 
     def _maker(self) -> ExperimentSpec:
         """The experiment as the stage sees it whose checkpoint is exported."""
-        names = [stage_name(stage) for stage in self.spec.stages]
-        before = self.spec.stages[: names.index(stage_name(self.stage))]
-        named = self.stage.checkpoint
+        before, named = self.spec.before(self.stage), self.stage.checkpoint
         makers = [s for s in before if (isinstance(s, TRAINING_STAGES) if named is None else stage_name(s) == named)]
         return self.spec.for_stage(makers[-1]) if makers else self.spec
 

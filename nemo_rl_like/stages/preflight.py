@@ -39,7 +39,7 @@ from nemo_rl_like.spec.policy import BottleneckSpec, PrefixTuningSpec, PromptTun
 from nemo_rl_like.spec.reward_model import RewardModelStageSpec
 from nemo_rl_like.spec.rl import RlStageSpec
 from nemo_rl_like.spec.sample import SampleStageSpec
-from nemo_rl_like.stages.capacity import check_disk, check_memory
+from nemo_rl_like.stages.capacity import TRAINED, check_disk, check_memory
 from nemo_rl_like.stages.shapes import config_of, outline_in, renderer_of, shape_of
 from nemo_rl_like.stages.sharded import check_sharded, shapes_in
 from nemo_rl_like.stages.workers import context_tokens, environment_of
@@ -56,10 +56,11 @@ def problems_of(spec: ExperimentSpec, stage: StageSpec, *further: Callable[[], o
         partial(check_engine, spec),
         partial(check_environment, spec),
         partial(check_secrets, spec),
-        partial(check_disk, spec),
         partial(check_memory, spec, stage),
         *further,
     ]
+    if not any(isinstance(before, TRAINED) for before in spec.before(stage)):
+        checks.append(partial(check_disk, spec))  # of all stages: the first one tells
     for check in checks:
         try:
             check()
@@ -269,8 +270,7 @@ def _check_longrope(spec: ExperimentSpec, config: ModelConfig) -> None:
 
 def check_first_weights(spec: ExperimentSpec, stage: RlStageSpec | DistillStageSpec | SampleStageSpec) -> None:
     """vLLM finds weights on disk when it starts. Raises SpecError for a first stage whose model is made from scratch."""
-    before = spec.stages[: [stage_name(s) for s in spec.stages].index(stage_name(stage))]
-    trained = any(isinstance(s, TRAINING_STAGES) and spec.starts_alike(s, stage) for s in before)
+    trained = any(isinstance(s, TRAINING_STAGES) and spec.starts_alike(s, stage) for s in spec.before(stage))
     if spec.engine.kind == "vllm" and spec.model.init is not None and not trained:
         raise SpecError(
             f"stage {stage_name(stage)} starts from the random weights of `model.init`, and vLLM starts from weights on disk; "

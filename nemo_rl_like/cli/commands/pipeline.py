@@ -14,13 +14,11 @@ from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.artifacts.lineage import lineage_text
 from nemo_rl_like.pipeline.foresight import Foreseen, foresee
 from nemo_rl_like.pipeline.lineage import find_lineage
-from nemo_rl_like.pipeline.records import StageRecord, read_run, read_status
+from nemo_rl_like.pipeline.records import SPEC, StageRecord, read_run, read_status
 from nemo_rl_like.pipeline.run_folder import holder_of
 from nemo_rl_like.pipeline.wiring import wire
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.spec.nearest import nearest
-
-SPEC = "spec.yaml"
 
 
 def plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> bool:

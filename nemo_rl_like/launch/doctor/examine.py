@@ -10,15 +10,13 @@ from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.launch.doctor.finding import Finding
 from nemo_rl_like.launch.doctor.gpus import check_gpus
 from nemo_rl_like.launch.doctor.limits import check_clock, check_limits
-from nemo_rl_like.launch.doctor.network import check_network
+from nemo_rl_like.launch.doctor.network import FABRIC, check_network
 from nemo_rl_like.launch.doctor.packages import check_packages
 from nemo_rl_like.launch.doctor.storage import check_storage
 from nemo_rl_like.spec.cluster import ClusterSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
 
 logger = logging.getLogger(__name__)
-
-_FABRIC = Path("/sys/class/infiniband")
 
 
 def examine(spec: ExperimentSpec | None, shared: Path) -> list[Finding]:
@@ -31,7 +29,7 @@ def examine(spec: ExperimentSpec | None, shared: Path) -> list[Finding]:
     hosts = 1 if spec is None else spec.launch.nodes
     promised = None if spec is None or spec.launch.accelerator == "cpu" else spec.launch.devices_per_node
     cluster = ClusterSpec() if spec is None else spec.cluster
-    rdma = _FABRIC.is_dir() and any(_FABRIC.iterdir())
+    rdma = FABRIC.is_dir() and any(FABRIC.iterdir())
     return [
         *check_packages(),
         *check_gpus(promised),

@@ -12,7 +12,7 @@ from nemo_rl_like.launch.doctor.finding import Finding, ok
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _NET = Path("/sys/class/net")
-_FABRIC = Path("/sys/class/infiniband")
+FABRIC = Path("/sys/class/infiniband")
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 WORKER_PORTS = (20000, 32000)
 """Ports at which ranks meet."""
@@ -25,7 +25,7 @@ def check_network(
     """All of it, for a job of `hosts` hosts; `addressed`: the spec says their addresses, so names do not matter."""
     variables = os.environ if environ is None else environ
     yield from check_interfaces(variables, _NET)
-    yield from check_fabric(hosts, variables, _FABRIC)
+    yield from check_fabric(hosts, variables, FABRIC)
     if not addressed:
         yield from check_name(hosts)
     yield from check_ports(_EPHEMERAL.read_text() if _EPHEMERAL.is_file() else "")

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_rl_like.artifacts.files import nearest_existing
 from nemo_rl_like.launch.doctor.finding import Finding, ok
 
 _LOCKER = "import fcntl,sys\ntry: fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)\nexcept OSError: sys.exit(3)"
@@ -31,9 +32,7 @@ def check_storage(shared: Path, object_store_gib: float) -> Iterator[Finding]:
 
 def check_shared(folder: Path) -> Iterator[Finding]:
     """Locks hold between processes, a rename replaces in one move, a write is quick to be safe, and the clock is the host's."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest_existing(folder.absolute())
     probe = folder / f".tmp-doctor-{uuid.uuid4().hex[:12]}"
     try:
         probe.mkdir()
