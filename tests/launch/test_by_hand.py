@@ -94,6 +94,28 @@ def test_a_host_that_is_cut_off_and_returns_ends_the_run_and_a_resumed_one_equal
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_vllm_on_two_hosts_gets_its_weights_over_the_network_and_the_run_equals_one_hosts(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    """One replica a host. The far one reads no memory of the trainer's: its host fetches the weights, once a sync."""
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    both, alone = tmp_path / "both", tmp_path / "alone"
+    spec = write_job(tmp_path, both, addresses={}, engine="vllm, replicas: 2")
+    made = HandMade(hosts, spec, tmp_path, 1)
+    try:
+        assert made.ended(500) == [0, 0], made.text(0)[-3000:]
+    finally:
+        made.kill()
+    told = [path.read_text() for path in both.glob("**/engine-*.log")]
+    assert sum("fetched version" in text for text in told) == 1, "or this test shows nothing"
+    reference = write_job(tmp_path, alone, addresses={}, engine="vllm, replicas: 2")
+    assert finish(["run", str(reference), "cluster.devices=2"], tmp_path / "alone.log", 500) == 0
+    assert outcome(both) == outcome(alone)
+
+
+@pytest.mark.slow
 def test_a_driver_that_is_killed_ends_the_job_on_every_host_and_leaves_nothing(
     hosts: list[Host], job: tuple[Path, Path], tmp_path: Path
 ) -> None:
