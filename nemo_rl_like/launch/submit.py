@@ -201,9 +201,10 @@ def _common_problems(job: Job) -> list[str]:
             f"`policy.layout` asks for {ranks} ranks, and the job has {devices} devices (`launch.nodes` x `launch.devices_per_node`); "
             "raise them, or make dp * pp * cp * tp smaller"
         )
-    if spec.engine.kind == "vllm" and spec.engine.tensor_parallel > launch.devices_per_node:
+    parts = spec.engine.tensor_parallel
+    if launch.accelerator == "gpu" and parts > launch.devices_per_node:
         found.append(
-            f"`engine.tensor_parallel` is {spec.engine.tensor_parallel}, and a host has {launch.devices_per_node} devices "
+            f"`engine.tensor_parallel` is {parts}, and a host has {launch.devices_per_node} devices "
             "(`launch.devices_per_node`): a replica stands on one host; make it smaller, and raise `engine.replicas`"
         )
     if spec.cluster.address is not None:
