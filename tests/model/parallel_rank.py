@@ -143,7 +143,7 @@ def name_of(layout: LayoutSpec) -> str:
 def fits(family: str, layout: LayoutSpec) -> bool:
     """Whether a family runs in this layout."""
     heads = 4 if family in tiny.OWN_KEYS else 2
-    if heads % (layout.tp * layout.cp) or (layout.vpp > 1 and family not in tiny.DEEP):
+    if heads % (layout.tp * layout.cp) or (layout.pp * layout.vpp > 3 and family not in tiny.DEEP):
         return False
     if family == "gpt_oss" and layout.expert_tp > 1:
         return False
