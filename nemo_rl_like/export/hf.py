@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -69,17 +70,22 @@ def _same_bytes(mine: StoredTensor, other: StoredTensor) -> bool:
 def write_stops(folder: Path) -> None:
     """Say in generation_config.json every token that ends an answer: those of the file, of config.json, and the chat template's own.
 
-    A server stops where the trainer's engine did. Other entries stay.
+    A server stops where the trainer's engine did. Ids that the vocabulary does not have, as configurations' defaults may be, are left out: no
+    answer has them. Other entries stay.
     """
     file = folder / GENERATION
     given = json.loads(file.read_bytes()) if file.is_file() else {}
     config = json.loads((folder / CONFIG).read_bytes())
-    stops = set(_ids(given.get("eos_token_id"))) | set(_ids(config.get("eos_token_id"))) | set(trained_stops(folder))
+    vocab = config.get("vocab_size", sys.maxsize)
+    stops = {*_ids(given.get("eos_token_id")), *_ids(config.get("eos_token_id")), *trained_stops(folder)}
     for name in ("bos_token_id", "pad_token_id"):
-        if given.get(name) is None and config.get(name) is not None:
-            given[name] = config[name]
-    if stops:
-        given["eos_token_id"] = sorted(stops) if len(stops) > 1 else stops.pop()
+        known = [token for token in (given.pop(name, None), config.get(name)) if token is not None and token < vocab]
+        if known:
+            given[name] = known[0]
+    given.pop("eos_token_id", None)
+    ends = sorted(token for token in stops if token < vocab)
+    if ends:
+        given["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     file.write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
 
 

@@ -122,6 +122,18 @@ def test_the_template_s_own_end_token_becomes_a_stop_token(tmp_path: Path) -> No
     assert found == {**generation, "eos_token_id": [0, 1], "pad_token_id": 1}
 
 
+def test_ids_that_the_vocabulary_lacks_end_no_answer(tmp_path: Path) -> None:
+    """A configuration of another size keeps its class's defaults, 50279 for OLMo 2."""
+    folder = hugging_face_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 50279}))
+    beyond = {"eos_token_id": [50279, 0], "bos_token_id": VOCABULARY, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(beyond))
+    write_export(folder, tmp_path / "out", 1.0)
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found == {"eos_token_id": 0, "pad_token_id": 1, "temperature": 0.6}
+
+
 def test_what_fails_the_proof_never_gets_its_name(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
