@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from nemo_rl_like.launch.node.hostlist import expand
 from nemo_rl_like.spec.loader import load_spec
 from tests.launch.jobs import nrl, steps_done, wait_until, write_job
 from tests.launch.slurm_cluster import ADDRESSES, Cluster, running
+from tests.launch.slurm_stub import Stub, start_now
 from tests.stages.killing import finish, outcome
 
 pytestmark = pytest.mark.service
@@ -79,60 +79,6 @@ def test_a_job_that_slurm_accepts_is_shown_and_not_started(slurm: Cluster, tmp_p
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --gres=gpu:h100:8" in done.stdout and "sbatch --parsable" in done.stdout
     assert not (tmp_path / "run.jobs").exists() and slurm.call("squeue", "-h") == ""
-
-
-STUB = """#!/bin/sh
-echo "$SLURM_PROCID.${SLURM_RESTART_COUNT:-0}: $*"
-case $(cat FOLDER/behaviour) in
-  tell) echo "$GIVEN_IMAGE | $GIVEN_MOUNTS | $GIVEN_WORKDIR | $GIVEN_NO_HOME | $PWD | $SECRET_WORD$MY_WORD";;
-  save) while [ ! -e "$4" ]; do sleep 0.1; done; exit 75;;
-  *) exit $(cat FOLDER/behaviour);;
-esac
-"""
-
-
-class Stub:
-    """Jobs whose container has a stub in the place of `nrl`: it tells what it was given, and does as it is told."""
-
-    def __init__(self, slurm: Cluster, folder: Path) -> None:
-        self.slurm, self.folder = slurm, folder
-        self.output = folder / "run"
-        self.jobs = folder / "run.jobs"
-        (folder / "bin").mkdir()
-        (folder / "bin" / "nrl").write_text(STUB.replace("FOLDER", str(folder)))
-        (folder / "bin" / "nrl").chmod(0o755)
-        self.environ = slurm.environ | {"PATH": f"{folder}/bin:{slurm.environ['PATH']}"}
-
-    def does(self, behaviour: str) -> None:
-        (self.folder / "behaviour").write_text(behaviour)
-
-    def spec(self, extra: str = "", *, nodes: int = 1) -> Path:
-        return write_job(
-            self.folder, self.output, nodes=nodes, addresses={}, extra=f"  image: some/image@sha256:aa\n{extra}"
-        )
-
-    def submit(self, spec: Path, *further: str) -> subprocess.CompletedProcess[str]:
-        return nrl("submit", str(spec), "--to", "slurm", *further, environ=self.environ, cwd=self.folder)
-
-    def started(self, spec: Path, *further: str) -> str:
-        done = self.submit(spec, *further)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split("slurm job ")[1].split()[0]
-
-    def heard(self, name: str = "log.txt") -> list[str]:
-        """What the stub and Slurm wrote, without Slurm's own remarks."""
-        path = self.jobs / "0001" / name
-        return (
-            [line for line in path.read_text().splitlines() if not line.startswith(("srun:", "slurmstepd"))]
-            if path.exists()
-            else []
-        )
-
-    def restart(self, job: str, behaviour: str) -> None:
-        """Wait until the job is requeued, and start it again, with another behaviour."""
-        wait_until(lambda: self.slurm.job(job)["JobState"] == "PENDING", lambda: str(self.slurm.job(job)))
-        self.does(behaviour)
-        start_now(self.slurm, job)
 
 
 @pytest.fixture
@@ -231,6 +177,18 @@ def test_a_waiting_job_is_refused_a_second_time_and_cancelled(slurm: Cluster, tm
         slurm.call("scontrol", "update", "partition=batch", "state=up")
 
 
+def test_without_accounting_a_forgotten_job_says_what_is_not_known(stub: Stub) -> None:
+    stub.does("0")
+    assert stub.submit(stub.spec(), "--wait").returncode == 0
+    stub.slurm.forget_jobs()
+    told = nrl("status", str(stub.output), environ=stub.environ)
+    assert re.search(
+        r"unknown \(slurmctld has forgotten the job \(MinJobAge\), and there is no accounting: .*how it ended is not known",
+        told.stdout,
+    ), told.stdout
+    assert "0.0: node" in nrl("logs", str(stub.output), "-f", environ=stub.environ).stdout
+
+
 def test_a_job_of_two_hosts_equals_a_run_on_one(slurm: Cluster, tmp_path: Path) -> None:
     """GRPO with a data-parallel rank on each host: the same weights, moments, episodes and metrics to the last bit."""
     output = tmp_path / "run"
@@ -283,18 +241,6 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
     assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", log_of(output)
     assert (tmp_path / "run.jobs" / "0001" / "failures").read_text() == "x"
     assert outcome(output) == outcome(never_stopped(tmp_path, 6))
-
-
-_REVOKED_S = 2.0
-"""A host takes no start of a job that is stamped with the second of its requeueing or before ("Job credential revoked")."""
-
-
-def start_now(slurm: Cluster, job: str) -> None:
-    """Start a requeued job without the two minutes that Slurm gives its hosts to clean up, once they have."""
-    wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", lambda: str(slurm.job(job)))
-    wait_until(lambda: slurm.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "4", lambda: slurm.call("sinfo"))
-    time.sleep(_REVOKED_S)
-    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
 
 def kill_host(name: str) -> None:

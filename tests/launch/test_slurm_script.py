@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nemo_rl_like.launch.slurm.accounting import Accounts
 from nemo_rl_like.launch.slurm.script import NAME
 from nemo_rl_like.launch.slurm.target import SlurmTarget, _status
 from nemo_rl_like.launch.submit import Request, _job, _specs
@@ -183,3 +184,18 @@ def test_an_array_has_one_spec_and_one_output_a_seed() -> None:
 def test_slurms_states_become_ours(state: str, code: str, expected: tuple[str, int | None]) -> None:
     found = _status(state, code, "None")
     assert (found.state, found.exit_code) == expected and state.split()[0] in found.detail
+
+
+def test_a_job_by_accounting_is_its_last_start_and_the_gpu_time_of_all() -> None:
+    gpus = "billing=4,cpu=4,gres/gpu:h100=8,gres/gpu=8,mem=1G,node=2"
+    rows = [
+        ("7", "REQUEUED", "0:0", "1800", gpus),
+        ("7", "COMPLETED", "0:0", "900", gpus),
+        ("8+1", "RUNNING", "0:0", "450", "cpu=1,gres/gpu=4"),
+        ("9", "PENDING", "0:0", "0", ""),
+    ]
+    assert Accounts.of_rows(rows) == Accounts(
+        (("COMPLETED", "0:0"), ("RUNNING", "0:0"), ("PENDING", "0:0")), (1800 * 8 + 900 * 8 + 450 * 4) / 3600
+    )
+    assert Accounts.of_rows([("7", "COMPLETED", "0:0", "900", "cpu=4,node=1")]).gpu_hours is None, "it counts no GPUs"
+    assert Accounts.of_rows([]) == Accounts((), None)
