@@ -17,6 +17,7 @@ POINTS = (
     "checkpoint.mid_shard",
     "checkpoint.before_manifest",
     "sync.mid",
+    "sync.fetch",
     "episode.mid",
     "optimizer.mid",
 )

@@ -57,17 +57,19 @@ class WorkerGroup:
         env: Mapping[str, str] | None = None,
         threads: int = 0,
         devices: float = 1.0,
+        spread: bool = False,
     ) -> WorkerGroup:
         """Start one worker a rank and tell each its place.
 
         `env`: further variables, sent to the workers directly (not through Ray's records), so they may hold secrets.
         `threads`: CPU threads of a rank, 0 = cores / ranks. `devices`: share of a device that a rank takes (a GPU, or a
-        core on a host without one); below 1 when groups share devices, 0 for a service that needs none.
+        core on a host without one); below 1 when groups share devices, 0 for a service that needs none. `spread`: over all hosts evenly,
+        not on as few as carry the group.
         Raises ClusterStartError when the cluster cannot hold it, DeadlineExceeded after `cluster.start_timeout_s`.
         """
         ranks = world_size(axes)
         end = time.monotonic() + session.spec.start_timeout_s
-        placement = _place(name, ranks, devices, session, end)
+        placement = _place(name, ranks, devices, spread, session, end)
         nodes = _nodes_of_bundles(placement)
         threads = threads_of_rank(threads, max(Counter(nodes).values()))
         actors = [
@@ -170,7 +172,7 @@ def _bundle(devices: float, session: RaySession) -> dict[str, float]:
     return {"GPU" if session.devices.kind == "gpu" else "CPU": devices}
 
 
-def _place(name: str, ranks: int, devices: float, session: RaySession, end: float) -> PlacementGroup:
+def _place(name: str, ranks: int, devices: float, spread: bool, session: RaySession, end: float) -> PlacementGroup:
     bundle = _bundle(devices, session)
     total = ray.cluster_resources()
     for resource, each in bundle.items():
@@ -179,7 +181,7 @@ def _place(name: str, ranks: int, devices: float, session: RaySession, end: floa
                 f"worker group {name!r} needs {each * ranks:g} {resource} ({ranks} ranks of {each:g}), the cluster has "
                 f"{total.get(resource, 0.0):g}; use fewer ranks or set `cluster.devices`"
             )
-    placement = placement_group([bundle] * ranks, strategy="PACK")
+    placement = placement_group([bundle] * ranks, strategy="SPREAD" if spread else "PACK")
     try:
         ready = placement.ready()
         _poll([ready], end)

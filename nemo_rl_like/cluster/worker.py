@@ -13,7 +13,6 @@ import importlib
 import inspect
 import logging
 import os
-import random
 import socket
 import sys
 import threading
@@ -30,6 +29,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 import ray
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.ports import free_port
 from nemo_rl_like.artifacts.redaction import redacting_handlers
 from nemo_rl_like.cluster import last_words
 from nemo_rl_like.cluster.context import Hosted, RankContext
@@ -42,7 +42,6 @@ _LIBRARY_WARNINGS = (
     r"When using async grad allreduce it is recommended",
 )
 """How the warnings begin that Megatron provokes in every run."""
-_PORTS = range(20000, 32000)  # below the ephemeral range, so that outgoing connections do not take one meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ class WorkerHost:
         """Where this process runs."""
         address = ray.util.get_node_ip_address()
         last_words.unblock_signals()  # for the processes that asynchronous methods start
-        port = _free_port(address)
+        port = free_port(address)
         return WorkerInfo(os.getpid(), socket.gethostname(), address, port, self._log_start, self._oom_kills)
 
     async def configure(self, context: RankContext, env: Mapping[str, str]) -> None:
@@ -278,15 +277,3 @@ def _quieten() -> None:
 
 def _text_stream(handle: int) -> TextIO:
     return open(handle, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def _free_port(address: str) -> int:
-    """A TCP port of this host that nobody listens on."""
-    for port in random.Random().sample(_PORTS, 64):
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError(f"no free TCP port on {address} among 64 tried in {_PORTS.start}..{_PORTS.stop}")

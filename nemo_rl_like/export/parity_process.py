@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.ports import free_port
 from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.data.messages import assistant, user
 from nemo_rl_like.data.render import Renderer
@@ -81,7 +81,7 @@ def trainers(
     except InputError:  # a family of `policy.backend: fsdp`, which transformers itself computes
         model = plain_model(folder, torch.float32)
         return "transformers", _logits(model, rows), [greedy_tokens(model, prompt, new_tokens) for prompt in prompts]
-    runtime.init_distributed(0, 1, "127.0.0.1", _free_port(), LayoutSpec(), 600.0, torch.get_num_threads())
+    runtime.init_distributed(0, 1, "127.0.0.1", free_port("127.0.0.1"), LayoutSpec(), 600.0, torch.get_num_threads())
     with SafetensorsReader(folder) as reader:
         megatron = build_model(config, LayoutSpec(), torch.float32, weights=reader).eval()
     logits = row_logits(megatron, [list(row) for row in rows])
@@ -165,13 +165,6 @@ def _largest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 def _alone() -> RankContext:
     return RankContext("parity", 0, 1, {}, {}, "127.0.0.1", 0, 0, Path(), "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

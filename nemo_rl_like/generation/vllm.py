@@ -28,6 +28,7 @@ from nemo_rl_like.spec.model import DType
 from nemo_rl_like.tensors.words import signed_64
 from nemo_rl_like.weights.errors import WeightSyncError, told_of
 from nemo_rl_like.weights.manifest import compare
+from nemo_rl_like.weights.network import Offer, WeightMirror
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class VllmEngine:
         self._running = 0
         self._serial = itertools.count()
         self._unlinked: list[str] = []
+        self._mirror = WeightMirror()
         threads = (engine.threads or context.threads or len(os.sched_getaffinity(0))) // engine.tensor_parallel
         os.environ.update(_environment(max(1, threads), engine.enforce_eager, start_timeout_s))
         self._loop = _LoopThread()
@@ -117,6 +119,18 @@ class VllmEngine:
             source = self._accepted(version, handle)
             return self._loop.run(self._update(source), self._call_timeout, f"the weight sync of version {version}")
 
+    def mirror(self, offer: Offer, address: str) -> Offer:
+        """Bring weights that another host offers into this host's memory; returns the offer of them at `address`, this host's.
+
+        Raises WeightSyncError naming the serving host, and this replica.
+        """
+        with told_of(self._name):
+            return self._mirror.fetch(offer, address)
+
+    def unmirror(self) -> None:
+        """Give back the memory that `mirror` holds, and end its offer."""
+        self._mirror.close()
+
     def _accepted(self, version: int, handle: SharedMemoryHandle | None) -> SharedMemoryHandle:
         """The handle, if it is of the version that was asked for and that is not an old one."""
         if handle is None:
@@ -143,6 +157,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """End vLLM's processes."""
+        self._mirror.close()
         with names_restored(self._unlinked):
             self._loop.run(self._shutdown(), self._call_timeout, "vLLM's end")
         self._loop.close()

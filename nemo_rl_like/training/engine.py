@@ -10,7 +10,6 @@ from typing import cast
 
 import ray
 
-from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.cluster.client import GroupClient
 from nemo_rl_like.cluster.context import Hosted
 from nemo_rl_like.cluster.group import WorkerGroup
@@ -22,8 +21,9 @@ from nemo_rl_like.policy.gap import GapLimit
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.model import DType
 from nemo_rl_like.spec.online import OpponentSpec
+from nemo_rl_like.training.spread import spread
 from nemo_rl_like.weights.errors import WeightSyncError, told_of
-from nemo_rl_like.weights.manifest import compare
+from nemo_rl_like.weights.manifest import Manifest, compare
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +59,6 @@ class EngineClient:
             for index, completions in zip(share, ray.get(one[0]), strict=True):
                 out[index] = completions
         return out
-
-
-def _require_one_host(trainer: WorkerGroup, engine: WorkerGroup) -> None:
-    """Weights reach vLLM through the memory of one host. Raises SpecError naming a replica that stands on another than the trainer's first rank."""
-    home = trainer.addresses[0]
-    for replica, address in enumerate(engine.addresses):
-        if address != home:
-            raise SpecError(
-                f"`engine.kind` is vllm, and its replica {replica} stands on {address}, the trainer's first rank on {home}: weights reach vLLM "
-                "through the memory of one host; leave devices for `engine.replicas` on one host, or set `engine.kind: embedded`"
-            )
 
 
 @dataclass(slots=True)
@@ -109,18 +98,15 @@ class RunEngine:
             }
             policy.group.host(SERVICE, EMBEDDED, kwargs)
             return cls(spec, policy, policy.group, config, owns_group=False, max_gap=spec.gap_limit(dtype))
+        gpu = session.devices.kind == "gpu"
         group = WorkerGroup.start(
             "engine",
             session=session,
             axes={"replica": spec.replicas},
             threads=spec.threads,
-            devices=float(spec.tensor_parallel) if session.devices.kind == "gpu" else 0.0,
+            devices=float(spec.tensor_parallel) if gpu else 0.0,
+            spread=not gpu,
         )
-        try:
-            _require_one_host(policy.group, group)
-        except SpecError:
-            group.shutdown()
-            raise
         kwargs = {
             "model_folder": str(folder),
             "dtype": dtype,
@@ -147,19 +133,19 @@ class RunEngine:
         engine and trainer. Embedded: it reads the trainer's own parameters, so only its version (and its caches) change.
         Raises WeightSyncError naming tensors or numbers.
         """
+        what = f"weight sync of version {version}"
         if self.spec.kind == "embedded":
-            self._update(version, None)
+            self._everywhere("update_weights", version, None, what=what)
             self.version = version
             return {}
-        handle = self.policy.publish(version)
-        for rank, report in enumerate(self._update(version, handle)):
-            with told_of(f"engine rank {rank}"):
-                compare(handle.manifest, report.checksums, report.consumed)
-                if report.version != version:
-                    raise WeightSyncError(
-                        f"weight sync of version {version}: the engine says it holds {report.version}"
-                    )
-        self.policy.withdraw()
+        with spread(self.policy, self.group, SERVICE, version) as places:
+            calls = [
+                self.group.submit(SERVICE, "update_weights", version, at.handle, ranks=at.ranks, what=what)
+                for at in places
+            ]
+            for at, call in zip(places, calls, strict=True):
+                for rank, report in zip(at.ranks, self.group.results(call), strict=True):
+                    _require_held(version, at.handle.manifest, cast(SyncReport, report), rank)
         self.version = version
         return self.probe()
 
@@ -178,10 +164,6 @@ class RunEngine:
             worst = {"probe/p99": max(worst["probe/p99"], gap.p99), "probe/max": max(worst["probe/max"], gap.max)}
         return worst
 
-    def _update(self, version: int, handle: object) -> list[SyncReport]:
-        what = f"weight sync of version {version}"
-        return cast(list[SyncReport], self._everywhere("update_weights", version, handle, what=what))
-
     def _everywhere(self, method: str, *args: object, what: str) -> list[object]:
         """What each rank of the engine answers, so that no replica is taken on trust."""
         pending = self.group.submit(SERVICE, method, *args, what=what)
@@ -192,6 +174,14 @@ class RunEngine:
         """End the engine's own workers."""
         if self.owns_group:
             self.group.shutdown()
+
+
+def _require_held(version: int, manifest: Manifest, report: SyncReport, rank: int) -> None:
+    """Raise WeightSyncError unless the replica says that it holds exactly what was sent."""
+    with told_of(f"engine rank {rank}"):
+        compare(manifest, report.checksums, report.consumed)
+        if report.version != version:
+            raise WeightSyncError(f"weight sync of version {version}: the engine says it holds {report.version}")
 
 
 def host_opponent(spec: EngineSpec, policy: Policy, reference: Policy, opponent: OpponentSpec) -> EngineClient:

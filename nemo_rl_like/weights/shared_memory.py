@@ -13,7 +13,7 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,29 @@ def place() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
+def new_file(version: int) -> int:
+    """Descriptor of an empty memory file without a name."""
+    return os.memfd_create(f"nrl-weights-{version}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def write(descriptor: int, data: memoryview, offset: int) -> None:
+    """Put all of `data` at `offset`, in bytes."""
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def seal(descriptor: int) -> None:
+    """Make the file's content immutable."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def handle_of(manifest: Manifest, offsets: Sequence[int], descriptor: int) -> SharedMemoryHandle:
+    """Describe a sealed file of this process."""
+    inode = os.fstat(descriptor).st_ino
+    return SharedMemoryHandle(manifest, tuple(offsets), os.getpid(), descriptor, inode, place())
+
+
 class SharedMemorySender:
     """The sending end. Holds the memory of one version: publishing the next one gives back the last one's.
 
@@ -86,7 +109,7 @@ class SharedMemorySender:
         if memory runs out.
         """
         self.close()
-        self._descriptor = descriptor = os.memfd_create(f"nrl-weights-{version}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = descriptor = new_file(version)
         copies: list[Future[TensorEntry]] = []
         offsets: list[int] = []
         names: set[str] = set()
@@ -97,7 +120,7 @@ class SharedMemorySender:
                 if name in names:
                     raise WeightSyncError(f"weight sync of version {version}: tensor {name} was sent twice")
                 names.add(name)
-                offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+                offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT if tensor.nbytes else end)
                 end = offsets[-1] + tensor.nbytes
                 copies.append(pool.submit(_copy, descriptor, offsets[-1], name, tensor))
                 if len(copies) > 2 * threads:
@@ -105,11 +128,10 @@ class SharedMemorySender:
             entries = tuple(copy.result() for copy in copies)
         if not entries:
             raise WeightSyncError(f"weight sync of version {version}: no tensors were given")
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        seal(descriptor)
         manifest = Manifest(version, entries)
         logger.debug("published version %d: %d tensors, %d bytes", version, len(entries), manifest.nbytes)
-        inode = os.fstat(descriptor).st_ino
-        return SharedMemoryHandle(manifest, tuple(offsets), os.getpid(), descriptor, inode, place())
+        return handle_of(manifest, offsets, descriptor)
 
     def close(self) -> None:
         """Give the memory back (receivers that have it mapped keep it until they are done)."""
@@ -161,14 +183,8 @@ def _threads() -> int:
 
 def _copy(descriptor: int, offset: int, name: str, tensor: Tensor) -> TensorEntry:
     data = tensor_bytes(tensor)
-    _write(descriptor, data, offset)
+    write(descriptor, data, offset)
     return TensorEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), data.nbytes, checksum(data))
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def _map(handle: SharedMemoryHandle) -> mmap.mmap:
@@ -176,7 +192,7 @@ def _map(handle: SharedMemoryHandle) -> mmap.mmap:
     if handle.place != place():
         raise WeightSyncError(
             f"{what}: the sender (process {handle.pid}) runs on another node or in another process-id namespace; shared memory "
-            "needs trainer rank 0 and the engine on one node"
+            "is for one node; `WeightServer` and `WeightMirror` bring it to others"
         )
     try:
         descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDONLY | os.O_CLOEXEC)

@@ -31,14 +31,17 @@ def write_job(
     steps: int = 4,
     addresses: Mapping[str, str],
     extra: str = "",
+    engine: str = "embedded",
 ) -> Path:
-    """A spec whose `ranks` data-parallel ranks stand on `nodes` hosts; `extra` lines are added to the launch block."""
+    """A spec whose `ranks` data-parallel ranks stand on `nodes` hosts; `extra` lines are added to the launch block, and `engine` says its kind
+    and further fields.
+    """
     write_sums(folder)
     head = TINY.replace("{threads_per_rank: 1}", f"{{threads_per_rank: 1, layout: {{dp: {ranks}}}}}")
     names = ", ".join(f"{name}: {address}" for name, address in addresses.items())
     launch = LAUNCH.replace("NODES", str(nodes)).replace("DEVICES", str(ranks // nodes)).replace("ADDRESSES", names)
     cluster = "cluster: {object_store_gib: 0.1}\n"
-    text = KILLED.replace("ENGINE", "embedded").replace("STEPS", str(steps))
+    text = KILLED.replace("ENGINE", engine).replace("STEPS", str(steps))
     return write_tiny(output, launch + extra + cluster + text, head=head, folder=folder)
 
 

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from nemo_rl_like.data.tokenizer import character_tokenizer
 from tests.launch.hosts import Host, connected
 from tests.launch.jobs import steps_done, wait_until, write_job
 from tests.stages.killing import finish, outcome
+from tests.stages.test_killed_vllm import Run
+from tests.tiny_folders import save_llama
 
 pytestmark = pytest.mark.service
 
@@ -29,12 +33,14 @@ def hosts() -> Iterator[list[Host]]:
 class HandMade:
     """Two hosts of one job, started by hand."""
 
-    def __init__(self, hosts: list[Host], spec: Path, folder: Path, number: int) -> None:
+    def __init__(self, hosts: list[Host], spec: Path, folder: Path, number: int, *overrides: str) -> None:
         self.logs = [folder / f"host-{number}-{i}.log" for i in range(2)]
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.processes.append(hosts[0].start(["node", str(spec)], self.logs[0]))
+        self.processes.append(hosts[0].start(["node", str(spec), *overrides], self.logs[0]))
         wait_until(lambda: self._join() is not None, lambda: self.text(0))
-        self.processes.append(hosts[1].start(["node", str(spec), "--join", str(self._join())], self.logs[1]))
+        self.processes.append(
+            hosts[1].start(["node", str(spec), "--join", str(self._join()), *overrides], self.logs[1])
+        )
 
     def _join(self) -> str | None:
         found = re.search(r"--join (\S+)", self.text(0))
@@ -91,6 +97,39 @@ def test_a_host_that_is_cut_off_and_returns_ends_the_run_and_a_resumed_one_equal
     reference = write_job(tmp_path, alone, steps=6, addresses={})
     assert finish(["run", str(reference), "cluster.devices=2"], tmp_path / "alone.log") == 0
     assert outcome(output) == outcome(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_vllm_on_two_hosts_gets_its_weights_over_the_network_and_the_run_equals_one_hosts(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    """One replica a host. The far one reads no memory of the trainer's: its host fetches the weights, once a sync."""
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.save_pretrained(save_llama(tmp_path / "model", len(tokenizer), positions=32, head_dim=32))
+    model = f"model={{path: {tmp_path / 'model'}}}"
+    both, alone = tmp_path / "both", tmp_path / "alone"
+    made = HandMade(
+        hosts,
+        write_job(tmp_path, both, addresses={}, engine="vllm, replicas: 2"),
+        tmp_path,
+        1,
+        model,
+        "launch.lost_after_s=60",
+    )
+    try:
+        assert made.ended(500) == [0, 0], made.text(0)[-3000:]
+    finally:
+        made.kill()
+    told = sorted(path.read_text().count("fetched version") for path in both.glob("**/engine-*.log"))
+    assert told == [0, 5], "one replica's host fetches, at the start and after each step, or this test shows nothing"
+    reference = write_job(tmp_path, alone, addresses={}, engine="vllm, replicas: 2")
+    assert finish(["run", str(reference), model, "cluster.devices=2"], tmp_path / "alone.log", 500) == 0
+    far, near = Run.of(both), Run.of(alone)
+    assert far.samples == near.samples
+    torch.testing.assert_close(far.log_probs(near.episodes), near.log_probs(near.episodes), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

@@ -90,7 +90,10 @@ def test_what_a_local_job_cannot_honour_is_named_and_leaves_nothing(
     ("top", "words"),
     [
         ({"policy": {"layout": {"dp": 2}}}, "2 ranks, and the job has 1 devices"),
-        ({"engine": {"kind": "vllm"}, "launch": {**LAUNCH, "nodes": 2}}, "`engine.kind` is vllm and `launch.nodes` 2"),
+        (
+            {"engine": {"kind": "vllm", "tensor_parallel": 2}, "launch": {**LAUNCH, "accelerator": "gpu", "nodes": 2}},
+            "`engine.tensor_parallel` is 2, and a host has 1 devices",
+        ),
         ({"cluster": {"address": "a:1"}}, "`cluster.address` is a:1"),
     ],
 )

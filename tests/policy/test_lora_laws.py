@@ -150,7 +150,7 @@ def steps(rank: int, world: int, port: int, folders: Folders, policies: list[Pol
         found["gradients"] = {
             k.removeprefix("exp_avg/"): v / (1 - BETA1) for k, v in moments.items() if k.startswith("exp_avg/")
         }
-        folder = saved(this, folders.checkpoint.parent / f"saved-{world}-{len(out)}")
+        folder = saved(this, folders.checkpoint.parent / f"saved-{port}-{len(out)}")
         other = member(rank, world, port, folders, policy)
         other.load(str(folder), 1)
         found["again"] = [{**one.train_step(batch, None, CrossEntropy())} for one in (this, other)]
