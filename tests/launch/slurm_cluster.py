@@ -52,6 +52,8 @@ KillWait=30
 SlurmdTimeout=20
 {nodes}
 PartitionName=batch Nodes=node[1-{last}] Default=YES MaxTime=24:00:00 DefMemPerCPU=200 State=UP
+PartitionName=early Nodes=node[1-2] MaxTime=24:00:00 DefMemPerCPU=200 State=UP
+PartitionName=late Nodes=node[3-{last}] MaxTime=24:00:00 DefMemPerCPU=200 State=UP
 """
 
 
@@ -204,7 +206,7 @@ def _wait_for(path: Path) -> None:
 
 def _wait_until_idle(cluster: Cluster) -> None:
     end = time.monotonic() + 60
-    while cluster.call("sinfo", "-h", "-o", "%T %D").strip() != f"idle {NODES}":
+    while cluster.call("sinfo", "-h", "-p", "batch", "-o", "%T %D").strip() != f"idle {NODES}":
         assert time.monotonic() < end, (cluster.folder / "daemons.log").read_text()[-2000:]
         time.sleep(0.1)
 

@@ -70,6 +70,9 @@ class Stub:
 def start_now(slurm: Cluster, job: str) -> None:
     """Start a requeued job without the two minutes that Slurm gives its hosts to clean up, once they have."""
     wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", lambda: str(slurm.job(job)))
-    wait_until(lambda: slurm.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "4", lambda: slurm.call("sinfo"))
+    wait_until(
+        lambda: slurm.call("sinfo", "-h", "-p", "batch", "-t", "idle", "-o", "%D").strip() == "4",
+        lambda: slurm.call("sinfo"),
+    )
     time.sleep(_REVOKED_S)
     slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.launch.node.hostlist import expand
 from nemo_rl_like.spec.loader import load_spec
 from tests.launch.jobs import nrl, steps_done, wait_until, write_job
 from tests.launch.slurm_cluster import ADDRESSES, Cluster, running
 from tests.launch.slurm_stub import Stub, start_now
 from tests.stages.killing import finish, outcome
+from tests.stages.test_killed_vllm import STEPS, Run
+from tests.tiny_folders import save_llama
 
 pytestmark = pytest.mark.service
 
@@ -61,6 +65,7 @@ def test_host_lists_are_written_out_as_slurm_does(slurm: Cluster) -> None:
             ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.gres_type=a100"),
             "Invalid generic resource|not available",
         ),
+        (("engine.kind=vllm", "launch.generation.partition=nowhere"), "invalid partition"),
     ],
 )
 def test_what_slurm_itself_refuses_is_shown_in_its_words(
@@ -70,6 +75,17 @@ def test_what_slurm_itself_refuses_is_shown_in_its_words(
     done = nrl("submit", str(spec), *changes, "--to", "slurm", "--dry-run", environ=slurm.environ)
     assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
     assert not (tmp_path / "run.jobs").exists()
+
+
+def test_hosts_that_generate_are_accepted_as_a_group_of_their_own(slurm: Cluster, tmp_path: Path) -> None:
+    spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES, nodes=2, engine="vllm")
+    changes = ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.partition=late")
+    generation = "launch.generation={nodes: 2, devices_per_node: 4, partition: early}"
+    done = nrl("submit", str(spec), *changes, generation, "--to", "slurm", "--dry-run", environ=slurm.environ)
+    assert done.returncode == 0 and "#SBATCH hetjob" in done.stdout, done.stderr
+    generation = generation.replace("nodes: 2", "nodes: 3")
+    done = nrl("submit", str(spec), *changes, generation, "--to", "slurm", "--dry-run", environ=slurm.environ)
+    assert done.returncode == 1 and "not available" in done.stderr, "three hosts of two"
 
 
 def test_a_job_that_slurm_accepts_is_shown_and_not_started(slurm: Cluster, tmp_path: Path) -> None:
@@ -228,6 +244,19 @@ def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm
 
 
 @pytest.mark.slow
+def test_a_job_whose_wall_time_ends_before_its_start_up_gives_up(slurm: Cluster, tmp_path: Path) -> None:
+    """One minute, of which 59 s are to save: Slurm itself says USR1 at once, each time; the second stop is the last."""
+    output = tmp_path / "run"
+    short = "  stops_without_progress: 2\n  time_limit_min: 1\n  save_before_end_s: 59\n"
+    job = submit(slurm, write_job(tmp_path, output, addresses=ADDRESSES, extra=short))
+    wait_until(lambda: slurm.job(job)["Restarts"] == "1", lambda: log_of(output))
+    start_now(slurm, job)
+    ended = slurm.ended(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "1"), log_of(output)
+    assert "told to stop 2 times in a row (`launch.stops_without_progress`) before anything new" in log_of(output)
+
+
+@pytest.mark.slow
 def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cluster, tmp_path: Path) -> None:
     """SIGKILL on rank 1's host: rank 0 says who is gone, the job fails, is requeued, and equals a run that never failed."""
     output = tmp_path / "run"
@@ -241,6 +270,31 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
     assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", log_of(output)
     assert (tmp_path / "run.jobs" / "0001" / "failures").read_text() == "x"
     assert outcome(output) == outcome(never_stopped(tmp_path, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_vllm_on_hosts_of_its_own_equals_a_run_on_one_host(slurm: Cluster, tmp_path: Path) -> None:
+    """A heterogeneous job whose training hosts stand behind the generating one by name. The replica's host fetches every version of the weights."""
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.save_pretrained(save_llama(tmp_path / "model", len(tokenizer), positions=32, head_dim=32))
+    model = f"model={{path: {tmp_path / 'model'}}}"
+    generation = "  generation: {nodes: 1, partition: early}\n  slurm: {partition: late}\n  memory_gib_per_node: 4\n"
+    output, alone = tmp_path / "run", tmp_path / "alone"
+    spec = write_job(tmp_path, output, addresses=ADDRESSES, extra=generation, engine="vllm")
+    job = submit(slurm, spec, model)
+    slurm.ended(job, seconds=900)
+    told = nrl("status", str(output), environ=slurm.environ).stdout
+    assert ": done (COMPLETED, exit code 0:0)" in told, told + log_of(output)
+    hosts = {path.name.split("-")[0] for path in (tmp_path / "run.jobs" / "nodes").iterdir()}
+    assert {"node3", "node4"} < hosts <= {"node3", "node4", "node1", "node2"} and len(hosts) == 3
+    (engine,) = output.glob("**/engine-*.log")
+    assert engine.read_text().count("fetched version") == STEPS + 1, "at the start and after each step"
+    reference = write_job(tmp_path, alone, addresses={}, engine="vllm")
+    assert finish(["run", str(reference), model, "cluster.devices=2"], tmp_path / "alone.log", 500) == 0
+    far, near = Run.of(output), Run.of(alone)
+    assert far.samples == near.samples
+    torch.testing.assert_close(far.log_probs(near.episodes), near.log_probs(near.episodes), atol=1e-5, rtol=0)
 
 
 def kill_host(name: str) -> None:
