@@ -3,6 +3,7 @@ also MariaDB and slurmdbd."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -58,6 +59,8 @@ PartitionName=late Nodes=node[3-{last}] MaxTime=24:00:00 DefMemPerCPU=200 State=
 
 
 NO_ACCOUNTS = "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none"
+_JOBS_END_S = 40.0
+"""A little more than `KillWait`, after which Slurm kills what heard no SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,21 @@ def running(folder: Path, *, accounts: bool = False) -> Iterator[Cluster]:
         _wait_until_idle(cluster)
         yield cluster
     finally:
+        _end_jobs(environ)
         for process in reversed(daemons.values()):
             _ended(process)
+
+
+def _end_jobs(environ: dict[str, str]) -> None:
+    """What a test that failed left running, which would outlive slurmd."""
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(["scancel", "--user", user], env=environ, capture_output=True, timeout=20, check=False)
+        end = time.monotonic() + _JOBS_END_S
+        while subprocess.run(["squeue", "-h"], env=environ, capture_output=True, timeout=20, check=False).stdout:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.2)
 
 
 def _start(folder: Path, environ: dict[str, str], command: Sequence[str]) -> subprocess.Popen[bytes]:
