@@ -56,10 +56,11 @@ lock: $(UV)  ## Make the lock files from pyproject.toml.
 install: $(VENV)/.installed-demo
 install-test: $(VENV)/.installed-test install-system
 
-# Programs of the tests that no Python package has: a Slurm of their own, kubectl, a checker of shell scripts, hosts of network namespaces.
-SYSTEM_PACKAGES := slurm-wlm munge libslurm-dev gcc libc6-dev shellcheck iproute2
+# Programs of the tests that no Python package has: a Slurm of their own with its accounts (of MariaDB the programs alone, without its service), kubectl, a
+# checker of shell scripts, hosts of network namespaces. Slurm's own services start nothing where /etc/slurm has no configuration.
+SYSTEM_PACKAGES := slurm-wlm munge slurmdbd mariadb-server-core mariadb-client-core libslurm-dev gcc libc6-dev shellcheck iproute2
 KUBECTL_PACKAGE = $(shell command -v kubectl >/dev/null || echo kubernetes-client)
-SYSTEM_PROGRAMS := kubectl slurmctld slurmd sbatch munged gcc shellcheck ip
+SYSTEM_PROGRAMS := kubectl slurmctld slurmd slurmdbd sbatch sacct mariadbd mariadb munged gcc shellcheck ip
 
 install-system:  ## Install what the tests need of the system (Debian or Ubuntu, as root; elsewhere it says what is missing).
 	@missing=""; for p in $(SYSTEM_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" command -v $$p >/dev/null || missing="$$missing $$p"; done; \

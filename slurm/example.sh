@@ -20,7 +20,7 @@ rm -f "$stop"
 
 # A signal to the step would reach every process in it; the file reaches the driver alone, which saves.
 trap 'touch "$stop"' USR1
-srun --kill-on-bad-exit=0 --wait=0 \
+srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \
   --container-image=nvcr.io/nvidia/nemo:25.07 \
   --container-mounts=/lustre/data:/data:ro,/lustre/me/project:/lustre/me/project,/lustre/me/project/runs/example.jobs:/lustre/me/project/runs/example.jobs,/lustre/me/project/runs:/lustre/me/project/runs \
   --no-container-mount-home \

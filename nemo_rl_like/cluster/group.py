@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl_like.cluster import interrupt
+from nemo_rl_like.cluster import interrupt, roles
 from nemo_rl_like.cluster.client import GroupClient, Pending, Worker
 from nemo_rl_like.cluster.context import RankContext, axis_ranks, world_size
 from nemo_rl_like.cluster.devices import threads_of_rank
@@ -24,6 +24,7 @@ from nemo_rl_like.cluster.errors import ClusterStartError, DeadlineExceeded
 from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.cluster.watchdog import RUN_ID_ENV
 from nemo_rl_like.cluster.worker import WorkerHost
+from nemo_rl_like.spec.hosts import HostRole
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +59,19 @@ class WorkerGroup:
         threads: int = 0,
         devices: float = 1.0,
         spread: bool = False,
+        role: HostRole | None = None,
     ) -> WorkerGroup:
         """Start one worker a rank and tell each its place.
 
         `env`: further variables, sent to the workers directly (not through Ray's records), so they may hold secrets.
         `threads`: CPU threads of a rank, 0 = cores / ranks. `devices`: share of a device that a rank takes (a GPU, or a
         core on a host without one); below 1 when groups share devices, 0 for a service that needs none. `spread`: over all hosts evenly,
-        not on as few as carry the group.
+        not on as few as carry the group. `role`: hosts that it stands on, where the job has hosts that train and others that generate.
         Raises ClusterStartError when the cluster cannot hold it, DeadlineExceeded after `cluster.start_timeout_s`.
         """
         ranks = world_size(axes)
         end = time.monotonic() + session.spec.start_timeout_s
-        placement = _place(name, ranks, devices, spread, session, end)
+        placement = _place(name, _bundle(devices, session) | _on_hosts(role, session), ranks, spread, session, end)
         nodes = _nodes_of_bundles(placement)
         threads = threads_of_rank(threads, max(Counter(nodes).values()))
         actors = [
@@ -172,8 +174,13 @@ def _bundle(devices: float, session: RaySession) -> dict[str, float]:
     return {"GPU" if session.devices.kind == "gpu" else "CPU": devices}
 
 
-def _place(name: str, ranks: int, devices: float, spread: bool, session: RaySession, end: float) -> PlacementGroup:
-    bundle = _bundle(devices, session)
+def _on_hosts(role: HostRole | None, session: RaySession) -> dict[str, float]:
+    return roles.of_worker(role) if role is not None and session.split else {}
+
+
+def _place(
+    name: str, bundle: dict[str, float], ranks: int, spread: bool, session: RaySession, end: float
+) -> PlacementGroup:
     total = ray.cluster_resources()
     for resource, each in bundle.items():
         if each * ranks > total.get(resource, 0.0):

@@ -24,11 +24,13 @@ class JobCluster:
     kind: Literal["gpu", "cpu"]
     """What ranks run on."""
     devices: int
-    """Devices of all hosts."""
+    """Devices of all hosts that train."""
     nodes: int = 1
     """Hosts."""
     variables: tuple[str, ...] = ()
     """Names of the variables that the spec gives every process (`launch.environment`)."""
+    generation_devices: int = 0
+    """Devices of all hosts that generate; 0: every host does both."""
 
     def variable(self) -> dict[str, str]:
         """The environment variable that `of_environment` reads."""

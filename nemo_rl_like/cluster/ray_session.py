@@ -56,6 +56,8 @@ class RaySession:
     """`<output>/logs`: one file a worker."""
     temp_dir: Path | None
     """Ray's own folder; None when an existing cluster was joined."""
+    split: bool = False
+    """Whether the job has hosts that train and others that generate."""
     _watchdog: int = field(default=0, repr=False)
     _open: bool = field(default=True, repr=False)
 
@@ -76,7 +78,8 @@ class RaySession:
         log_folder.mkdir(parents=True, exist_ok=True)
         temp_dir = _make_temp_dir(run_id) if spec.address is None else None
         environ = _ray_environ(spec, job.variables if job is not None else (), temp_dir)
-        session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir)
+        split = job is not None and job.generation_devices > 0
+        session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir, split)
         environ.update(session._marks())
         with ExitStack() as undo:
             undo.callback(session.shutdown)
@@ -243,16 +246,16 @@ def _devices_of_cluster(job: JobCluster | None, spec: ClusterSpec) -> Devices:
 
 
 def _wait_for(job: JobCluster, seconds: float) -> None:
-    resource = job.kind.upper()
+    resource, devices = job.kind.upper(), job.devices + job.generation_devices
     end = time.monotonic() + seconds
     while True:
         there = {n["NodeManagerAddress"]: int(n["Resources"].get(resource, 0)) for n in ray.nodes() if n["Alive"]}
         count = sum(there.values())
-        if len(there) >= job.nodes and count >= job.devices:
+        if len(there) >= job.nodes and count >= devices:
             return
         if time.monotonic() > end:
             raise ClusterStartError(
-                f"after {seconds:g} s Ray has {len(there)} of {job.nodes} hosts and {count} of {job.devices} {resource}s: "
+                f"after {seconds:g} s Ray has {len(there)} of {job.nodes} hosts and {count} of {devices} {resource}s: "
                 f"{there}; look at the logs of the hosts that are missing, or raise `cluster.start_timeout_s`"
             )
         time.sleep(interrupt.POLL_S)

@@ -20,11 +20,13 @@ class Entry:
     """One submission may hold several seeds (`Job.seeds`)."""
     chains: bool = False
     """A job may wait for another's success (`Job.after`)."""
+    groups: bool = False
+    """A job may have hosts of two kinds (`launch.generation`)."""
 
 
 TARGETS = {
     "local": Entry("nemo_rl_like.launch.local:LocalTarget"),
-    "slurm": Entry("nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True),
+    "slurm": Entry("nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True, groups=True),
     "kubernetes": Entry("nemo_rl_like.launch.kubernetes.target:KubernetesTarget"),
     "container": Entry("nemo_rl_like.launch.container:ContainerTarget"),
     "nemo-run-local": Entry("nemo_rl_like.launch.nemo_run:NemoRunLocal"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def _parts(request: Request) -> list[Request]:
     parts = [request]
     if request.stages_as_jobs:
         parts = [replace(request, until=stage.name) for stage in wire(request.spec)]
-    if request.seeds and not entry.arrays:
+    if request.seeds and (not entry.arrays or request.spec.launch.generation is not None):
         parts = [replace(request, spec=_of_seed(request, seed), seeds=()) for seed in request.seeds]
     return parts
 
@@ -155,7 +156,7 @@ def _submit_one(request: Request, *, chained: bool) -> Submission:
         job = _job(request, folder)
         rendered = target.render(job)
         submission.write_files(folder, _specs(job) | dict(rendered.files))
-        if job.spec.launch.nodes > 1 and job.spec.launch.auth == "token":
+        if job.spec.launch.hosts > 1 and job.spec.launch.auth == "token":
             token.make(folder)
         record = Record(
             target=request.target,
@@ -186,7 +187,7 @@ def _refuse_live(output: Path) -> None:
 
 
 def _refuse_problems(target: Target, job: Job) -> None:
-    problems = [*_common_problems(job), *target.problems(job)]
+    problems = [*_common_problems(job), *_engine_problems(job, target), *target.problems(job)]
     if problems:
         raise SpecError(f"target {target.name} cannot run this job:\n" + "\n".join(f"- {text}" for text in problems))
 
@@ -201,14 +202,32 @@ def _common_problems(job: Job) -> list[str]:
             f"`policy.layout` asks for {ranks} ranks, and the job has {devices} devices (`launch.nodes` x `launch.devices_per_node`); "
             "raise them, or make dp * pp * cp * tp smaller"
         )
-    parts = spec.engine.tensor_parallel
-    if launch.accelerator == "gpu" and parts > launch.devices_per_node:
-        found.append(
-            f"`engine.tensor_parallel` is {parts}, and a host has {launch.devices_per_node} devices "
-            "(`launch.devices_per_node`): a replica stands on one host; make it smaller, and raise `engine.replicas`"
-        )
     if spec.cluster.address is not None:
         found.append(
             f"`cluster.address` is {spec.cluster.address}, and the job makes a cluster of its own; leave it out"
         )
     return found
+
+
+def _engine_problems(job: Job, target: Target) -> Iterator[str]:
+    """Replicas that no host can hold, and hosts that generate where nothing can stand on them."""
+    engine, launch = job.spec.engine, job.spec.launch
+    group, parts, on_gpus = launch.groups[-1], engine.tensor_parallel, launch.accelerator == "gpu"
+    if on_gpus and parts > group.devices_per_node:
+        yield (
+            f"`engine.tensor_parallel` is {parts}, and a host has {group.devices_per_node} devices (`{group.field}.devices_per_node`): "
+            "a replica stands on one host; make it smaller, and raise `engine.replicas`"
+        )
+    if launch.generation is None:
+        return
+    if not registry.entry(target.name).groups:
+        yield f"`launch.generation` is given, and target {target.name} has hosts of one kind; leave it out, or submit to slurm"
+    if engine.kind == "embedded":
+        yield (
+            "`launch.generation` is given, and `engine.kind` is embedded, which samples on the hosts that train; set `engine.kind: vllm`, or leave it out"
+        )
+    elif on_gpus and engine.replicas * parts > group.devices:
+        yield (
+            f"`engine` asks for {engine.replicas * parts} devices (`replicas` x `tensor_parallel`), and the hosts that generate have {group.devices} "
+            "(`launch.generation.nodes` x `devices_per_node`); raise them, or lower `engine.replicas`"
+        )

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_rl_like.pipeline.forecast import Role
+from nemo_rl_like.spec.launch import LaunchSpec
 
 
-def placement(roles: Sequence[Role], devices_per_host: int) -> list[str]:
+def drawing(roles: Sequence[Role], launch: LaunchSpec) -> list[str]:
+    """The lines of `placement` for a job: the engine stands on hosts of its own where the job has such."""
+    train, *generate = launch.groups
+    if not generate:
+        return placement(roles, train.devices_per_node)
+    engine = [role for role in roles if role.name == "engine"]
+    others = placement([role for role in roles if role.name != "engine"], train.devices_per_node)
+    return [*others, *placement(engine, generate[0].devices_per_node, first_host=train.nodes)]
+
+
+def placement(roles: Sequence[Role], devices_per_host: int, first_host: int = 0) -> list[str]:
     """One line a host: `host 0  0-3 policy 0-3, 4-7 engine 0-3`, and one line of what shares devices with what."""
     hosts: dict[int, list[str]] = {}
     first = 0
@@ -19,7 +30,7 @@ def placement(roles: Sequence[Role], devices_per_host: int) -> list[str]:
             where, who = _range(low - base, high - base), _range(low - first, high - first)
             hosts.setdefault(host, []).append(f"{where} {role.name} {who}")
         first = end
-    lines = [f"host {host}  " + ", ".join(parts) for host, parts in sorted(hosts.items())]
+    lines = [f"host {first_host + host}  " + ", ".join(parts) for host, parts in sorted(hosts.items())]
     sharing = [role.name for role in roles if role.ranks == 0]
     return [*lines, *([f"on the policy's devices, in turn: {', '.join(sharing)}"] if sharing else [])]
 

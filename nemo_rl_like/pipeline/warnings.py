@@ -28,14 +28,14 @@ def warnings_of(spec: ExperimentSpec, stages: Sequence[StageForecast], hardware:
 
 
 def _devices(spec: ExperimentSpec, stages: Sequence[StageForecast]) -> Iterator[str]:
-    promised = spec.launch.nodes * spec.launch.devices_per_node
+    promised = sum(group.devices for group in spec.launch.groups)
     if spec.launch == LaunchSpec():
         return
     for stage in stages:
         if stage.devices > promised:
             yield (
-                f"stage {stage.name!r} needs {stage.devices} devices, and `launch` takes {spec.launch.nodes} host(s) of "
-                f"{spec.launch.devices_per_node}; raise `launch.nodes`, or lower `policy.layout`"
+                f"stage {stage.name!r} needs {stage.devices} devices, and `launch` takes {promised} on {spec.launch.hosts} "
+                f"host(s); raise `launch.nodes`, or lower `policy.layout`"
             )
     needed = max((stage.devices for stage in stages), default=0)
     if needed and promised >= 2 * needed:

@@ -85,7 +85,7 @@ class Policy:
         """Start the ranks alone, for models to be hosted on."""
         layout = spec.layout
         axes = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
-        return WorkerGroup.start(name, session=session, axes=axes, threads=spec.threads_per_rank)
+        return WorkerGroup.start(name, session=session, axes=axes, threads=spec.threads_per_rank, role="train")
 
     def host(
         self,

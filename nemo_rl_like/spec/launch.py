@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 
 from nemo_rl_like.spec.base import Spec
 from nemo_rl_like.spec.container import ContainerSpec
+from nemo_rl_like.spec.hosts import GenerationSpec, HostGroup
 from nemo_rl_like.spec.kubernetes import KubernetesSpec
 from nemo_rl_like.spec.secret_names import is_secret
 from nemo_rl_like.spec.slurm import SlurmSpec
@@ -49,7 +50,7 @@ class LaunchSpec(Spec):
     """The job that `nrl submit` makes of an experiment."""
 
     nodes: PositiveInt = 1
-    """Hosts of the job."""
+    """Hosts of the job; those that train, where `generation` names others."""
     accelerator: Literal["gpu", "cpu"] = "gpu"
     """What ranks run on: the hosts' GPUs, or their CPU cores."""
     devices_per_node: PositiveInt = 8
@@ -58,6 +59,8 @@ class LaunchSpec(Spec):
     """CPU cores that the job takes of each host; default: as the scheduler gives."""
     memory_gib_per_node: PositiveFloat | None = None
     """Host memory that the job takes of each host, in GiB; default: as the scheduler gives."""
+    generation: GenerationSpec | None = None
+    """Hosts for vLLM's replicas alone, which may differ in number, GPUs, memory and partition; Slurm only. Default: replicas stand on `nodes`."""
     time_limit_min: PositiveInt | None = None
     """Wall time after which the scheduler ends the job, in minutes; default: the scheduler's own."""
     save_before_end_s: PositiveFloat = 300.0
@@ -76,6 +79,8 @@ class LaunchSpec(Spec):
     """TCP ports that hosts listen on."""
     retries: NonNegativeInt = 3
     """How often a job that failed or lost a host is started again; each start resumes."""
+    stops_without_progress: PositiveInt = 3
+    """How often in a row a job that is started again (Slurm, Kubernetes) may be told to stop before it saved anything new; then it fails."""
     image: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$")] | None = None
     """Container image; best by digest (`name@sha256:...`). Default: no container (Slurm), an error (Kubernetes, container)."""
     mounts: tuple[MountSpec, ...] = ()
@@ -88,6 +93,32 @@ class LaunchSpec(Spec):
     """What Kubernetes must know."""
     container: ContainerSpec = ContainerSpec()
     """What a container runtime of this machine must know."""
+
+    @property
+    def groups(self) -> tuple[HostGroup, ...]:
+        """The job's hosts by rank: those that train, then those that generate."""
+        slurm = self.slurm
+        train = HostGroup(
+            role="train",
+            field="launch",
+            nodes=self.nodes,
+            devices_per_node=self.devices_per_node,
+            cpus_per_node=self.cpus_per_node,
+            memory_gib_per_node=self.memory_gib_per_node,
+            partition=slurm.partition,
+            constraint=slurm.constraint,
+            gres_type=slurm.gres_type,
+        )
+        return (train,) if self.generation is None else (train, self.generation.beside(train))
+
+    @property
+    def hosts(self) -> int:
+        """All hosts of the job."""
+        return sum(group.nodes for group in self.groups)
+
+    def group_of(self, rank: int) -> HostGroup:
+        """The group of the host with this rank."""
+        return self.groups[-1] if rank >= self.nodes else self.groups[0]
 
     @field_validator("environment")
     @classmethod

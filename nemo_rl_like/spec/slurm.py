@@ -12,6 +12,8 @@ Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"'`\\#]+$")
 """One word of a directive: no blanks, control characters, quotes, backslashes or `#`."""
 Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f\"\\#]*$")]
 """One line of a directive: no control characters, double quotes, backslashes or `#`."""
+GresType = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+"""Type of GPU, as in `gpu:TYPE:8`."""
 
 
 class SlurmSpec(Spec):
@@ -31,7 +33,7 @@ class SlurmSpec(Spec):
     """Hosts not to use, for example `node[7-9]`."""
     exclusive: bool = False
     """No other job on the job's hosts."""
-    gres_type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    gres_type: GresType | None = None
     """Type of GPU, as in `gpu:TYPE:8`; default: any."""
     comment: Line | None = None
     """Words that accounting keeps."""

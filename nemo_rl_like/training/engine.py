@@ -106,6 +106,7 @@ class RunEngine:
             threads=spec.threads,
             devices=float(spec.tensor_parallel) if gpu else 0.0,
             spread=not gpu,
+            role="generate",
         )
         kwargs = {
             "model_folder": str(folder),

@@ -1,7 +1,9 @@
-"""A real Slurm of four hosts on this one: munged, slurmctld and four slurmd of our own, in a folder of our own, with a double of pyxis."""
+"""A real Slurm of four hosts on this one: munged, slurmctld and four slurmd of our own, in a folder of our own, with a double of pyxis; with accounts
+also MariaDB and slurmdbd."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -12,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.launch import slurm_accounts
 
 NODES = 4
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "gcc")
@@ -42,15 +46,21 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 SlurmdParameters=config_overrides
 GresTypes=gpu
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounts}
 MailProg=/bin/true
 MinJobAge=3600
 KillWait=30
 SlurmdTimeout=20
 {nodes}
 PartitionName=batch Nodes=node[1-{last}] Default=YES MaxTime=24:00:00 DefMemPerCPU=200 State=UP
+PartitionName=early Nodes=node[1-2] MaxTime=24:00:00 DefMemPerCPU=200 State=UP
+PartitionName=late Nodes=node[3-{last}] MaxTime=24:00:00 DefMemPerCPU=200 State=UP
 """
+
+
+NO_ACCOUNTS = "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none"
+_JOBS_END_S = 40.0
+"""A little more than `KillWait`, after which Slurm kills what heard no SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,8 @@ class Cluster:
 
     folder: Path
     environ: dict[str, str]
+    daemons: dict[str, subprocess.Popen[bytes]]
+    """Children of this process by name, in the order of their start."""
 
     def call(self, *command: str) -> str:
         """What a command prints."""
@@ -79,39 +91,75 @@ class Cluster:
             time.sleep(0.2)
         return found
 
+    def ended(self, job_id: str, seconds: float = 240.0) -> dict[str, str]:
+        """Wait until a job has ended; its fields."""
+        return self.wait(job_id, "COMPLETED", "FAILED", "CANCELLED", seconds=seconds)
+
+    def forget_jobs(self) -> None:
+        """slurmctld starts anew and knows no job, as if `MinJobAge` were over."""
+        _ended(self.daemons.pop("slurmctld"))
+        self.daemons["slurmctld"] = _start(self.folder, self.environ, ("slurmctld", "-D", "-c"))
+        self.call("squeue")  # it waits until slurmctld answers
+
 
 @contextmanager
-def running(folder: Path) -> Iterator[Cluster]:
-    """The cluster, until the end of the block. Its daemons are children of this process, in the foreground."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+def running(folder: Path, *, accounts: bool = False) -> Iterator[Cluster]:
+    """The cluster, until the end of the block. Its daemons are children of this process, in the foreground.
+
+    `accounts`: it keeps them in a slurmdbd, which knows the account `research` and takes no job of another.
+    """
+    programs = (*PROGRAMS, *(slurm_accounts.PROGRAMS if accounts else ()))
+    missing = [name for name in programs if shutil.which(name, path=_path()) is None]
     assert not missing, f"not installed: {', '.join(missing)}; run `make install-system`"
-    _write_conf(folder)
+    ports = _free_ports(NODES + 3)
+    _write_conf(folder, ports, accounts=accounts)
     environ = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(), "HOME": str(folder), "LANG": "C.UTF-8"}
     environ |= {
         name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE") if name in os.environ
     }
-    started: list[subprocess.Popen[bytes]] = []
+    daemons: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for command in _commands(folder):
-            log = (folder / "daemons.log").open("ab")
-            started.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True))
-            if command[0] == "munged":
-                _wait_for(folder / "munge.socket")
-        cluster = Cluster(folder, environ)
+        daemons["munged"] = _start(folder, environ, _munged(folder))
+        _wait_for(folder / "munge.socket")
+        if accounts:
+            daemons["mariadbd"] = _start(folder, environ, slurm_accounts.database(folder, ports[-2]))
+            slurm_accounts.fill(folder)
+            daemons["slurmdbd"] = _start(folder, environ, ("slurmdbd", "-D"))
+            slurm_accounts.register(environ)
+        daemons["slurmctld"] = _start(folder, environ, ("slurmctld", "-D"))
+        for name in ADDRESSES:
+            daemons[name] = _start(folder, environ, ("slurmd", "-D", "-N", name))
+        cluster = Cluster(folder, environ, daemons)
         _wait_until_idle(cluster)
         yield cluster
     finally:
-        for process in reversed(started):
-            process.terminate()
-        for process in reversed(started):
+        _end_jobs(environ)
+        for process in reversed(daemons.values()):
             _ended(process)
+
+
+def _end_jobs(environ: dict[str, str]) -> None:
+    """What a test that failed left running, which would outlive slurmd."""
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(["scancel", "--user", user], env=environ, capture_output=True, timeout=20, check=False)
+        end = time.monotonic() + _JOBS_END_S
+        while subprocess.run(["squeue", "-h"], env=environ, capture_output=True, timeout=20, check=False).stdout:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.2)
+
+
+def _start(folder: Path, environ: dict[str, str], command: Sequence[str]) -> subprocess.Popen[bytes]:
+    with (folder / "daemons.log").open("ab") as log:
+        return subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
 
 
 def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
-def _write_conf(folder: Path) -> None:
+def _write_conf(folder: Path, ports: Sequence[int], *, accounts: bool) -> None:
     folder.chmod(0o755)
     for name in ("state", "spool", "dev"):
         (folder / name).mkdir()
@@ -119,19 +167,19 @@ def _write_conf(folder: Path) -> None:
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     host = socket.gethostname().partition(".")[0]
-    ports = _free_ports(NODES + 1)
     gres = " Gres=gpu:h100:8" if _make_gpus(folder) else ""
     size = f"CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=8000{gres} State=UNKNOWN"
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} {size}"
-        for (name, address), port in zip(ADDRESSES.items(), ports[1:], strict=True)
+        for (name, address), port in zip(ADDRESSES.items(), ports[1 : NODES + 1], strict=True)
     )
     plugin = folder / "pyxis.so"
     source = Path(__file__).with_name("pyxis_double.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(plugin), str(source)], check=True)
     (folder / "plugstack.conf").write_text(f"required {plugin}\n")
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-    text = CONF.format(host=host, folder=folder, port=ports[0], nodes=nodes, last=NODES, user=user)
+    kept = slurm_accounts.configure(folder, host, user, *ports[-2:]) if accounts else NO_ACCOUNTS
+    text = CONF.format(host=host, folder=folder, port=ports[0], nodes=nodes, last=NODES, user=user, accounts=kept)
     (folder / "slurm.conf").write_text(text)
 
 
@@ -160,11 +208,9 @@ def _free_ports(count: int) -> list[int]:
     raise AssertionError("no free ports")
 
 
-def _commands(folder: Path) -> list[Sequence[str]]:
-    munge = {name: folder / f"munge.{name}" for name in ("key", "socket", "pid", "log", "seed")}
-    files = [f"--{name}-file={munge[name]}" for name in ("key", "pid", "log", "seed")]
-    slurmd = [("slurmd", "-D", "-N", name) for name in ADDRESSES]
-    return [("munged", "--foreground", "--force", f"--socket={munge['socket']}", *files), ("slurmctld", "-D"), *slurmd]
+def _munged(folder: Path) -> Sequence[str]:
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    return ("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
 
 
 def _wait_for(path: Path) -> None:
@@ -176,12 +222,13 @@ def _wait_for(path: Path) -> None:
 
 def _wait_until_idle(cluster: Cluster) -> None:
     end = time.monotonic() + 60
-    while cluster.call("sinfo", "-h", "-o", "%T %D").strip() != f"idle {NODES}":
+    while cluster.call("sinfo", "-h", "-p", "batch", "-o", "%T %D").strip() != f"idle {NODES}":
         assert time.monotonic() < end, (cluster.folder / "daemons.log").read_text()[-2000:]
         time.sleep(0.1)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
     try:
         process.wait(15)
     except subprocess.TimeoutExpired:

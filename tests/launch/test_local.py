@@ -95,6 +95,18 @@ def test_what_a_local_job_cannot_honour_is_named_and_leaves_nothing(
             "`engine.tensor_parallel` is 2, and a host has 1 devices",
         ),
         ({"cluster": {"address": "a:1"}}, "`cluster.address` is a:1"),
+        (
+            {"launch": {**LAUNCH, "generation": {}}},
+            "`launch.generation` is given, and target local has hosts of one kind",
+        ),
+        ({"launch": {**LAUNCH, "generation": {}}}, "`engine.kind` is embedded, which samples on the hosts that train"),
+        (
+            {
+                "engine": {"kind": "vllm", "replicas": 3, "tensor_parallel": 2},
+                "launch": {**LAUNCH, "accelerator": "gpu", "generation": {"devices_per_node": 4}},
+            },
+            "`engine` asks for 6 devices .*, and the hosts that generate have 4",
+        ),
     ],
 )
 def test_what_no_target_can_honour_is_named(tmp_path: Path, top: dict[str, Any], words: str) -> None:

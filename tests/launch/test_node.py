@@ -19,6 +19,7 @@ from nemo_rl_like.launch.node.node import _Host, _Signals, run_node
 from nemo_rl_like.launch.node.place import Place, PlaceError
 from nemo_rl_like.spec.cluster import ClusterSpec
 from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.hosts import GenerationSpec
 from nemo_rl_like.spec.launch import LaunchSpec
 from nemo_rl_like.spec.loader import resolved_yaml
 
@@ -36,7 +37,7 @@ def spec_of(**launch: Any) -> ExperimentSpec:
 
 
 def host_of(tmp_path: Path, place: Place, **launch: Any) -> _Host:
-    return _Host(spec_of(nodes=place.nodes, **launch), place, tmp_path, [], _Signals())
+    return _Host(spec_of(**{"nodes": place.nodes, **launch}), place, tmp_path, [], _Signals())
 
 
 def test_secrets_reach_the_driver_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +91,30 @@ def test_one_host_needs_no_token_and_several_do(tmp_path: Path, monkeypatch: pyt
         host_of(tmp_path, Place("alone", 2, 0))
 
 
+def counted(spec: LaunchSpec, rank: int = 0) -> int:
+    return count_devices(spec, spec.group_of(rank), "node1")
+
+
+def test_a_host_that_generates_tells_ray_so_and_the_driver_counts_its_devices_apart(tmp_path: Path) -> None:
+    launch = {"nodes": 2, "devices_per_node": 2, "generation": {"nodes": 1, "devices_per_node": 3}}
+    hosts = [host_of(tmp_path, Place("slurm", 3, rank, groups=(2, 1)), auth="disabled", **launch) for rank in range(3)]
+    assert [host._resources().role for host in hosts] == ["train", "train", "generate"]
+    assert [host._resources().cpus for host in hosts] == [2, 2, 3]
+    cluster = hosts[0]._cluster("10.0.0.1:12001", 7)
+    assert (cluster.nodes, cluster.devices, cluster.generation_devices) == (3, 4, 3)
+    alike = host_of(tmp_path, Place("slurm", 2, 0), auth="disabled", nodes=2)
+    assert alike._resources().role is None
+
+
 def test_gpus_are_counted_inside_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices_module, "visible_gpus", lambda: 4)
-    assert count_devices(LaunchSpec(devices_per_node=4), "node1") == 4
-    assert count_devices(LaunchSpec(devices_per_node=2), "node1") == 2, "the rest of the host is not the job's"
+    assert counted(LaunchSpec(devices_per_node=4)) == 4
+    assert counted(LaunchSpec(devices_per_node=2)) == 2, "the rest of the host is not the job's"
     with pytest.raises(DevicesMissing, match=r"`launch\.devices_per_node` is 8, but node1 shows 4 GPUs"):
-        count_devices(LaunchSpec(devices_per_node=8), "node1")
+        counted(LaunchSpec(devices_per_node=8))
+    generation = GenerationSpec(devices_per_node=6)
+    with pytest.raises(DevicesMissing, match=r"`launch\.generation\.devices_per_node` is 6, but node1 shows 4 GPUs"):
+        counted(LaunchSpec(devices_per_node=4, generation=generation), rank=1)
 
 
 def test_an_address_is_named_or_resolved_or_refused_with_the_fix() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.launch.node.hostlist import expand
 from nemo_rl_like.spec.loader import load_spec
 from tests.launch.jobs import nrl, steps_done, wait_until, write_job
 from tests.launch.slurm_cluster import ADDRESSES, Cluster, running
+from tests.launch.slurm_stub import Stub, start_now
 from tests.stages.killing import finish, outcome
+from tests.stages.test_killed_vllm import STEPS, Run
+from tests.tiny_folders import save_llama
 
 pytestmark = pytest.mark.service
 
@@ -61,6 +65,7 @@ def test_host_lists_are_written_out_as_slurm_does(slurm: Cluster) -> None:
             ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.gres_type=a100"),
             "Invalid generic resource|not available",
         ),
+        (("engine.kind=vllm", "launch.generation.partition=nowhere"), "invalid partition"),
     ],
 )
 def test_what_slurm_itself_refuses_is_shown_in_its_words(
@@ -72,6 +77,17 @@ def test_what_slurm_itself_refuses_is_shown_in_its_words(
     assert not (tmp_path / "run.jobs").exists()
 
 
+def test_hosts_that_generate_are_accepted_as_a_group_of_their_own(slurm: Cluster, tmp_path: Path) -> None:
+    spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES, nodes=2, engine="vllm")
+    changes = ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.partition=late")
+    generation = "launch.generation={nodes: 2, devices_per_node: 4, partition: early}"
+    done = nrl("submit", str(spec), *changes, generation, "--to", "slurm", "--dry-run", environ=slurm.environ)
+    assert done.returncode == 0 and "#SBATCH hetjob" in done.stdout, done.stderr
+    generation = generation.replace("nodes: 2", "nodes: 3")
+    done = nrl("submit", str(spec), *changes, generation, "--to", "slurm", "--dry-run", environ=slurm.environ)
+    assert done.returncode == 1 and "not available" in done.stderr, "three hosts of two"
+
+
 def test_a_job_that_slurm_accepts_is_shown_and_not_started(slurm: Cluster, tmp_path: Path) -> None:
     spec = write_job(tmp_path, tmp_path / "run", addresses=ADDRESSES)
     changes = ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.gres_type=h100")
@@ -79,60 +95,6 @@ def test_a_job_that_slurm_accepts_is_shown_and_not_started(slurm: Cluster, tmp_p
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --gres=gpu:h100:8" in done.stdout and "sbatch --parsable" in done.stdout
     assert not (tmp_path / "run.jobs").exists() and slurm.call("squeue", "-h") == ""
-
-
-STUB = """#!/bin/sh
-echo "$SLURM_PROCID.${SLURM_RESTART_COUNT:-0}: $*"
-case $(cat FOLDER/behaviour) in
-  tell) echo "$GIVEN_IMAGE | $GIVEN_MOUNTS | $GIVEN_WORKDIR | $GIVEN_NO_HOME | $PWD | $SECRET_WORD$MY_WORD";;
-  save) while [ ! -e "$4" ]; do sleep 0.1; done; exit 75;;
-  *) exit $(cat FOLDER/behaviour);;
-esac
-"""
-
-
-class Stub:
-    """Jobs whose container has a stub in the place of `nrl`: it tells what it was given, and does as it is told."""
-
-    def __init__(self, slurm: Cluster, folder: Path) -> None:
-        self.slurm, self.folder = slurm, folder
-        self.output = folder / "run"
-        self.jobs = folder / "run.jobs"
-        (folder / "bin").mkdir()
-        (folder / "bin" / "nrl").write_text(STUB.replace("FOLDER", str(folder)))
-        (folder / "bin" / "nrl").chmod(0o755)
-        self.environ = slurm.environ | {"PATH": f"{folder}/bin:{slurm.environ['PATH']}"}
-
-    def does(self, behaviour: str) -> None:
-        (self.folder / "behaviour").write_text(behaviour)
-
-    def spec(self, extra: str = "", *, nodes: int = 1) -> Path:
-        return write_job(
-            self.folder, self.output, nodes=nodes, addresses={}, extra=f"  image: some/image@sha256:aa\n{extra}"
-        )
-
-    def submit(self, spec: Path, *further: str) -> subprocess.CompletedProcess[str]:
-        return nrl("submit", str(spec), "--to", "slurm", *further, environ=self.environ, cwd=self.folder)
-
-    def started(self, spec: Path, *further: str) -> str:
-        done = self.submit(spec, *further)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split("slurm job ")[1].split()[0]
-
-    def heard(self, name: str = "log.txt") -> list[str]:
-        """What the stub and Slurm wrote, without Slurm's own remarks."""
-        path = self.jobs / "0001" / name
-        return (
-            [line for line in path.read_text().splitlines() if not line.startswith(("srun:", "slurmstepd"))]
-            if path.exists()
-            else []
-        )
-
-    def restart(self, job: str, behaviour: str) -> None:
-        """Wait until the job is requeued, and start it again, with another behaviour."""
-        wait_until(lambda: self.slurm.job(job)["JobState"] == "PENDING", lambda: str(self.slurm.job(job)))
-        self.does(behaviour)
-        start_now(self.slurm, job)
 
 
 @pytest.fixture
@@ -231,6 +193,18 @@ def test_a_waiting_job_is_refused_a_second_time_and_cancelled(slurm: Cluster, tm
         slurm.call("scontrol", "update", "partition=batch", "state=up")
 
 
+def test_without_accounting_a_forgotten_job_says_what_is_not_known(stub: Stub) -> None:
+    stub.does("0")
+    assert stub.submit(stub.spec(), "--wait").returncode == 0
+    stub.slurm.forget_jobs()
+    told = nrl("status", str(stub.output), environ=stub.environ)
+    assert re.search(
+        r"unknown \(slurmctld has forgotten the job \(MinJobAge\), and there is no accounting: .*how it ended is not known",
+        told.stdout,
+    ), told.stdout
+    assert "0.0: node" in nrl("logs", str(stub.output), "-f", environ=stub.environ).stdout
+
+
 def test_a_job_of_two_hosts_equals_a_run_on_one(slurm: Cluster, tmp_path: Path) -> None:
     """GRPO with a data-parallel rank on each host: the same weights, moments, episodes and metrics to the last bit."""
     output = tmp_path / "run"
@@ -270,6 +244,19 @@ def test_two_hosts_told_to_save_in_the_middle_equal_one_that_never_stopped(slurm
 
 
 @pytest.mark.slow
+def test_a_job_whose_wall_time_ends_before_its_start_up_gives_up(slurm: Cluster, tmp_path: Path) -> None:
+    """One minute, of which 59 s are to save: Slurm itself says USR1 at once, each time; the second stop is the last."""
+    output = tmp_path / "run"
+    short = "  stops_without_progress: 2\n  time_limit_min: 1\n  save_before_end_s: 59\n"
+    job = submit(slurm, write_job(tmp_path, output, addresses=ADDRESSES, extra=short))
+    wait_until(lambda: slurm.job(job)["Restarts"] == "1", lambda: log_of(output))
+    start_now(slurm, job)
+    ended = slurm.ended(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "1"), log_of(output)
+    assert "told to stop 2 times in a row (`launch.stops_without_progress`) before anything new" in log_of(output)
+
+
+@pytest.mark.slow
 def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cluster, tmp_path: Path) -> None:
     """SIGKILL on rank 1's host: rank 0 says who is gone, the job fails, is requeued, and equals a run that never failed."""
     output = tmp_path / "run"
@@ -285,16 +272,29 @@ def test_a_host_whose_part_dies_is_named_and_the_job_goes_on_by_itself(slurm: Cl
     assert outcome(output) == outcome(never_stopped(tmp_path, 6))
 
 
-_REVOKED_S = 2.0
-"""A host takes no start of a job that is stamped with the second of its requeueing or before ("Job credential revoked")."""
-
-
-def start_now(slurm: Cluster, job: str) -> None:
-    """Start a requeued job without the two minutes that Slurm gives its hosts to clean up, once they have."""
-    wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", lambda: str(slurm.job(job)))
-    wait_until(lambda: slurm.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "4", lambda: slurm.call("sinfo"))
-    time.sleep(_REVOKED_S)
-    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_vllm_on_hosts_of_its_own_equals_a_run_on_one_host(slurm: Cluster, tmp_path: Path) -> None:
+    """A heterogeneous job whose training hosts stand behind the generating one by name. The replica's host fetches every version of the weights."""
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.save_pretrained(save_llama(tmp_path / "model", len(tokenizer), positions=32, head_dim=32))
+    model = f"model={{path: {tmp_path / 'model'}}}"
+    generation = "  generation: {nodes: 1, partition: early}\n  slurm: {partition: late}\n  memory_gib_per_node: 4\n"
+    output, alone = tmp_path / "run", tmp_path / "alone"
+    spec = write_job(tmp_path, output, addresses=ADDRESSES, extra=generation, engine="vllm")
+    job = submit(slurm, spec, model)
+    slurm.ended(job, seconds=900)
+    told = nrl("status", str(output), environ=slurm.environ).stdout
+    assert ": done (COMPLETED, exit code 0:0)" in told, told + log_of(output)
+    hosts = {path.name.split("-")[0] for path in (tmp_path / "run.jobs" / "nodes").iterdir()}
+    assert {"node3", "node4"} < hosts <= {"node3", "node4", "node1", "node2"} and len(hosts) == 3
+    (engine,) = output.glob("**/engine-*.log")
+    assert engine.read_text().count("fetched version") == STEPS + 1, "at the start and after each step"
+    reference = write_job(tmp_path, alone, addresses={}, engine="vllm")
+    assert finish(["run", str(reference), model, "cluster.devices=2"], tmp_path / "alone.log", 500) == 0
+    far, near = Run.of(output), Run.of(alone)
+    assert far.samples == near.samples
+    torch.testing.assert_close(far.log_probs(near.episodes), near.log_probs(near.episodes), atol=1e-5, rtol=0)
 
 
 def kill_host(name: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nemo_rl_like.launch.slurm.accounting import Accounts
 from nemo_rl_like.launch.slurm.script import NAME
 from nemo_rl_like.launch.slurm.target import SlurmTarget, _status
 from nemo_rl_like.launch.submit import Request, _job, _specs
@@ -98,7 +99,7 @@ def test_no_text_of_a_field_changes_the_scripts_structure(field: str, value: str
     script = rendered(job)
     assert structure(script) == structure(rendered(job_of(launch_with("harmless"))))
     flags = script[script.index("srun --kill") :].partition(" &\n")[0]
-    assert len(shlex.split(flags.replace("\\\n", " "))) == 12, "one word a flag, as the shell sees it"
+    assert len(shlex.split(flags.replace("\\\n", " "))) == 13, "one word a flag, as the shell sees it"
 
 
 @settings(deadline=None, max_examples=80)
@@ -143,19 +144,59 @@ def test_a_job_without_gpus_asks_for_none() -> None:
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     assert shutil.which("shellcheck"), "not installed; run `make install-system`"
     launch = {"image": "nvcr.io/nvidia/x:1", "time_limit_min": 60, "slurm": {"comment": "two words"}}
-    for number, job in enumerate((job_of(launch), job_of(), job_of({"nodes": 4}))):
+    for number, job in enumerate((job_of(launch), job_of(), job_of({"generation": {}}))):
         (tmp_path / f"{number}.sh").write_text(rendered(job))
     subprocess.run(["shellcheck", *map(str, sorted(tmp_path.iterdir()))], check=True)
 
 
-def test_the_reference_script_is_what_its_spec_renders_to() -> None:
-    """slurm/example.sh is for reading; it must not grow old."""
-    spec = load_spec(ROOT / "slurm" / "example.yaml")
+@pytest.mark.parametrize("name", ["example", "generation"])
+def test_the_reference_scripts_are_what_their_specs_render_to(name: str) -> None:
+    """slurm/*.sh are for reading; they must not grow old."""
+    spec = load_spec(ROOT / "slurm" / f"{name}.yaml")
     request = Request(spec, "slurm", Path("/lustre/me/project"))
-    job = _job(request, Path("/lustre/me/project/runs/example.jobs/0001"))
+    job = _job(request, Path(f"/lustre/me/project/runs/{name}.jobs/0001"))
     assert SlurmTarget().problems(job) == []
-    assert (ROOT / "slurm" / "example.sh").read_text() == rendered(job)
+    assert (ROOT / "slurm" / f"{name}.sh").read_text() == rendered(job)
     assert len(rendered(job).splitlines()) < 60
+
+
+GENERATION = {"nodes": 1, "devices_per_node": 4, "partition": "inference", "memory_gib_per_node": 2}
+
+
+def parts(script: str) -> list[list[str]]:
+    """Directives of each group of hosts."""
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    cut = [i for i, line in enumerate(lines) if line == "hetjob"]
+    return [lines[a:b] for a, b in zip([0, *(i + 1 for i in cut)], [*cut, len(lines)], strict=True)]
+
+
+def test_hosts_that_generate_are_a_group_of_their_own_which_takes_the_rest_from_those_that_train() -> None:
+    launch = {
+        "nodes": 2,
+        "memory_gib_per_node": 8,
+        "cpus_per_node": 6,
+        "time_limit_min": 60,
+        "generation": GENERATION,
+        "slurm": {"partition": "batch", "account": "research", "qos": "high", "gres_type": "h100", "exclusive": True},
+    }
+    train, generate = parts(rendered(job_of(launch)))
+    both = {"--job-name=exp", "--ntasks-per-node=1", "--cpus-per-task=6", "--time=60", "--requeue"}
+    both |= {"--account=research", "--qos=high", "--exclusive"}
+    assert set(generate) == both | {"--nodes=1", "--gres=gpu:h100:4", "--mem=2048M", "--partition=inference"}
+    assert both | {"--nodes=2", "--gres=gpu:h100:8", "--mem=8192M", "--partition=batch"} < set(train)
+    assert "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --het-group=0,1 " in rendered(job_of(launch))
+    assert "het" not in rendered(job_of({**launch, "generation": None}))
+
+
+@settings(deadline=None, max_examples=60)
+@given(field=st.sampled_from(("partition", "constraint", "gres_type")), value=text)
+def test_no_text_of_a_group_changes_the_scripts_structure(field: str, value: str) -> None:
+    try:
+        job = job_of({"generation": {field: value}})
+    except ValidationError as error:
+        assert field in str(error), error
+        return
+    assert structure(rendered(job)) == structure(rendered(job_of({"generation": {field: "harmless"}})))
 
 
 def test_an_array_has_one_spec_and_one_output_a_seed() -> None:
@@ -183,3 +224,18 @@ def test_an_array_has_one_spec_and_one_output_a_seed() -> None:
 def test_slurms_states_become_ours(state: str, code: str, expected: tuple[str, int | None]) -> None:
     found = _status(state, code, "None")
     assert (found.state, found.exit_code) == expected and state.split()[0] in found.detail
+
+
+def test_a_job_by_accounting_is_its_last_start_and_the_gpu_time_of_all() -> None:
+    gpus = "billing=4,cpu=4,gres/gpu:h100=8,gres/gpu=8,mem=1G,node=2"
+    rows = [
+        ("7", "REQUEUED", "0:0", "1800", gpus),
+        ("7", "COMPLETED", "0:0", "900", gpus),
+        ("8+1", "RUNNING", "0:0", "450", "cpu=1,gres/gpu=4"),
+        ("9", "PENDING", "0:0", "0", ""),
+    ]
+    assert Accounts.of_rows(rows) == Accounts(
+        (("COMPLETED", "0:0"), ("RUNNING", "0:0"), ("PENDING", "0:0")), (1800 * 8 + 900 * 8 + 450 * 4) / 3600
+    )
+    assert Accounts.of_rows([("7", "COMPLETED", "0:0", "900", "cpu=4,node=1")]).gpu_hours is None, "it counts no GPUs"
+    assert Accounts.of_rows([]) == Accounts((), None)

@@ -96,7 +96,7 @@ def numbers(text: str) -> range:
         (
             ["launch.nodes=1", "launch.devices_per_node=1", "policy.layout.dp=2"],
             ["launch.nodes=2", "launch.devices_per_node=1", "policy.layout.dp=2"],
-            "needs 2 devices, and `launch` takes 1 host(s) of 1",
+            "needs 2 devices, and `launch` takes 1 on 1 host(s)",
         ),
         (["launch.nodes=2", "launch.devices_per_node=1"], ["launch.devices_per_node=1"], "lower `launch.nodes`"),
         (

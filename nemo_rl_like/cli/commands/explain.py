@@ -11,7 +11,7 @@ import typer
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.hashing import JSON
 from nemo_rl_like.pipeline.forecast import GIB, HARDWARE, Hardware, StageForecast, forecast
-from nemo_rl_like.pipeline.placement import placement
+from nemo_rl_like.pipeline.placement import drawing
 from nemo_rl_like.pipeline.warnings import warnings_of
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.nearest import nearest
@@ -95,7 +95,7 @@ def _print_stage(stage: StageForecast, spec: ExperimentSpec, hardware: Hardware,
         else f", {_count(stage.active_parameters)} of them for a token"
     )
     typer.echo(f"  model: {_count(stage.parameters)} parameters{active}")
-    for line in placement(stage.roles, spec.launch.devices_per_node):
+    for line in drawing(stage.roles, spec.launch):
         typer.echo(f"  {line}")
     work = stage.work
     if work is not None:
@@ -123,7 +123,7 @@ def _as_json(stage: StageForecast, spec: ExperimentSpec, hardware: Hardware, eff
         "parameters": stage.parameters,
         "active_parameters": stage.active_parameters,
         "devices": stage.devices,
-        "placement": list(placement(stage.roles, spec.launch.devices_per_node)),
+        "placement": drawing(stage.roles, spec.launch),
         "steps": None if work is None else work.steps,
         "tokens_per_step": None
         if work is None

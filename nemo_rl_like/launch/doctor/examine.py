@@ -19,15 +19,16 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 logger = logging.getLogger(__name__)
 
 
-def examine(spec: ExperimentSpec | None, shared: Path) -> list[Finding]:
+def examine(spec: ExperimentSpec | None, shared: Path, rank: int = 0) -> list[Finding]:
     """Findings of this host, in the order of the checks.
 
     Args:
         spec: the experiment whose job this host is to carry; None: the host alone.
         shared: the folder that all hosts of the job see.
+        rank: this host's in the job.
     """
-    hosts = 1 if spec is None else spec.launch.nodes
-    promised = None if spec is None or spec.launch.accelerator == "cpu" else spec.launch.devices_per_node
+    hosts = 1 if spec is None else spec.launch.hosts
+    promised = None if spec is None or spec.launch.accelerator == "cpu" else spec.launch.group_of(rank).devices_per_node
     cluster = ClusterSpec() if spec is None else spec.cluster
     rdma = FABRIC.is_dir() and any(FABRIC.iterdir())
     return [
@@ -44,13 +45,13 @@ class HostUnfit(NrlError):
     """A finding of this host would stop the job."""
 
 
-def require_fit(spec: ExperimentSpec, shared: Path) -> None:
+def require_fit(spec: ExperimentSpec, shared: Path, rank: int = 0) -> None:
     """Examine this host for the job of `spec`; what may be slow or unsafe is logged.
 
     Raises:
         HostUnfit: lists what would stop the job, each with its fix.
     """
-    findings = examine(spec, shared)
+    findings = examine(spec, shared, rank)
     for finding in findings:
         if finding.level == "warn":
             logger.warning("%s: %s; fix: %s", finding.check, finding.what, finding.fix)

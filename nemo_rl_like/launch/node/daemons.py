@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import NrlError
-from nemo_rl_like.cluster import watchdog
+from nemo_rl_like.cluster import roles, watchdog
 from nemo_rl_like.launch.node.ports import Block
+from nemo_rl_like.spec.hosts import HostRole
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Blocked in Ray's daemons: a scheduler sends them to every process of a job, and only `nrl node` answers."""
@@ -35,6 +37,8 @@ class Resources:
     cpus: int
     gpus: int
     object_store_bytes: int
+    role: HostRole | None = None
+    """What stands on it, where the job's hosts differ."""
 
 
 class RayDaemons:
@@ -58,6 +62,7 @@ class RayDaemons:
             *block.flags(head=head is None),
             *(f"--num-cpus={resources.cpus}", f"--num-gpus={resources.gpus}"),
             *(f"--object-store-memory={resources.object_store_bytes}", f"--temp-dir={self._folder}"),
+            *([f"--resources={json.dumps(roles.of_host(resources.role))}"] if resources.role is not None else []),
             *("--disable-usage-stats", "--log-style=record", "--log-color=false"),
         ]
         env = {**environ, **block.variables(), watchdog.RUN_ID_ENV: self.node_id}

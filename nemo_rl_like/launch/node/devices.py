@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.cluster.devices import visible_gpus
+from nemo_rl_like.spec.hosts import HostGroup
 from nemo_rl_like.spec.launch import LaunchSpec
 
 
@@ -11,14 +12,12 @@ class DevicesMissing(NrlError):
     """The scheduler gave fewer devices than the spec promises."""
 
 
-def count_devices(spec: LaunchSpec, name: str) -> int:
+def count_devices(spec: LaunchSpec, group: HostGroup, name: str) -> int:
     """GPUs that this process sees, or `devices_per_node` ranks with `accelerator: cpu`. Raises DevicesMissing."""
-    if spec.accelerator == "cpu":
-        return spec.devices_per_node
     seen = visible_gpus()
-    if seen < spec.devices_per_node:
+    if spec.accelerator == "gpu" and seen < group.devices_per_node:
         raise DevicesMissing(
-            f"`launch.devices_per_node` is {spec.devices_per_node}, but {name} shows {seen} GPUs (CUDA_VISIBLE_DEVICES and the driver's "
+            f"`{group.field}.devices_per_node` is {group.devices_per_node}, but {name} shows {seen} GPUs (CUDA_VISIBLE_DEVICES and the driver's "
             "list); ask the scheduler for as many, or lower the field (`launch.accelerator: cpu` for none)"
         )
-    return spec.devices_per_node
+    return group.devices_per_node

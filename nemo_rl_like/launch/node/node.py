@@ -27,9 +27,10 @@ from nemo_rl_like.launch.node.address import interface_of, own_address, resolve
 from nemo_rl_like.launch.node.daemons import RayDaemons, Resources
 from nemo_rl_like.launch.node.devices import count_devices
 from nemo_rl_like.launch.node.driver import Driver
-from nemo_rl_like.launch.node.place import Place, read_place
+from nemo_rl_like.launch.node.place import Place, read_place, require_groups
 from nemo_rl_like.launch.node.ports import Block, blocks, take
 from nemo_rl_like.launch.node.rendezvous import Gathering, HostLost, Membership, Self
+from nemo_rl_like.launch.node.stops import NoProgress, count_stop, saved
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec
 
@@ -61,19 +62,21 @@ def run_node(
     Raises:
         PlaceError, SpecError, HostUnfit: before anything is started.
         DevicesMissing, HostsMissing, HostLost, RayEnded, PortsTaken, NoAddress: what the cluster lacks, by name.
+        NoProgress: told to stop once more before anything new was saved.
     """
     spec = load_spec(path, overrides)
-    place = read_place(os.environ, nodes=spec.launch.nodes, join=join)
+    place = read_place(os.environ, nodes=spec.launch.hosts, join=join)
+    require_groups(place, spec.launch.groups)
     arguments = ["run", str(path), *overrides, "--resume", "--plain", *(["--until", until] if until else [])]
     with _Signals.heard(stop_file) as signals:
         if spec.launch.doctor and place.ray_address is None:
-            require_fit(spec, Path(spec.output))
+            require_fit(spec, Path(spec.output), place.rank or 0)
         host = _Host(spec, place, path.parent, arguments, signals)
         try:
             return host.run()
         except _Stopped as stop:
             logger.info("stopped by %s before the driver had started", stop)
-            return StoppedBySignal.exit_code
+            return host.ended(StoppedBySignal.exit_code)
 
 
 class _Stopped(Exception):
@@ -126,8 +129,10 @@ class _Host:
         self.spec, self.launch, self.place = spec, spec.launch, place
         self.arguments, self.signals = arguments, signals
         self.name = place.names[place.rank] if place.names and place.rank is not None else socket.gethostname()
-        self.devices = 0 if place.ray_address else count_devices(spec.launch, self.name)
+        self.group = spec.launch.group_of(place.rank or 0)
+        self.devices = 0 if place.ray_address else count_devices(spec.launch, self.group, self.name)
         self.token = self._find_token(folder)
+        self.saved = saved(Path(spec.output))
 
     def run(self) -> int:
         """The part that the place asks for."""
@@ -161,6 +166,9 @@ class _Host:
             total = gathering.wait_for_all(self.launch.start_timeout_s, self._watch(daemons))
             code = self._drive(self._cluster(f"{address}:{block.gcs}", total), self._attend(daemons, gathering))
             return code
+        except NoProgress as error:
+            code = error.exit_code
+            raise
         finally:
             gathering.end(code)
 
@@ -236,15 +244,23 @@ class _Host:
                 time.sleep(_POLL_S)
         finally:
             driver.kill()
+        return self.ended(code)
+
+    def ended(self, code: int) -> int:
+        """The job's exit code. Raises NoProgress for one that its scheduler would start again for nothing."""
+        if code == StoppedBySignal.exit_code and self.place.job is not None and self.place.is_head:
+            count_stop(Path(self.spec.output), self.place.job, self.launch, self.saved)
         return code
 
     def _cluster(self, address: str | None, devices: int) -> JobCluster:
+        generation = sum(group.devices for group in self.launch.groups if group.role == "generate")
         return JobCluster(
             address=address,
             auth=self._auth(),
             kind=self.launch.accelerator,
-            devices=devices,
-            nodes=self.launch.nodes,
+            devices=devices - generation,
+            nodes=self.launch.hosts,
+            generation_devices=generation,
             variables=tuple(self.launch.environment),
         )
 
@@ -275,6 +291,7 @@ class _Host:
             cpus=self.devices if on_cpu else max(cores, self.devices),
             gpus=0 if on_cpu else self.devices,
             object_store_bytes=int(self.spec.cluster.object_store_gib * _GIB),
+            role=self.group.role if len(self.launch.groups) > 1 else None,
         )
 
     def _environ(self) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl_like.artifacts.errors import NrlError
 from nemo_rl_like.launch.node.hostlist import expand
+from nemo_rl_like.spec.hosts import HostGroup
 
 Source = Literal["slurm", "kubernetes", "torchrun", "ray", "join", "alone"]
 
@@ -39,6 +40,10 @@ class Place:
     """What tells this job, and this start of it, from others on the same hosts."""
     names: tuple[str, ...] = ()
     """Hosts by rank, where the scheduler names them."""
+    groups: tuple[int, ...] = ()
+    """Hosts of each group in the order of ranks, where the scheduler has several."""
+    job: str | None = None
+    """What names the job in all its starts; None: nobody starts it again."""
     ray_address: str | None = None
     """A Ray that runs already: nothing is started but the driver."""
 
@@ -57,7 +62,7 @@ def read_place(environ: Mapping[str, str], *, nodes: int, join: str | None = Non
 
     Args:
         environ: the process's environment.
-        nodes: `launch.nodes`.
+        nodes: `launch.nodes` and `launch.generation.nodes`.
         join: `HOST:PORT` of the head, where a person starts each host.
 
     Raises:
@@ -79,6 +84,21 @@ def read_place(environ: Mapping[str, str], *, nodes: int, join: str | None = Non
             )
         return place
     return Place("alone", nodes, 0)
+
+
+def require_groups(place: Place, groups: Sequence[HostGroup]) -> None:
+    """The scheduler made the groups of hosts that the spec asks for. Raises PlaceError."""
+    wanted = tuple(group.nodes for group in groups)
+    if place.ray_address is None and (place.groups or (place.nodes,)) != wanted:
+        here = " and ".join(map(str, place.groups or (place.nodes,)))
+        raise PlaceError(
+            f"the spec has groups of {' and '.join(map(str, wanted))} hosts (`launch.nodes`, `launch.generation.nodes`), and {place.source} started "
+            f"{here}; submit it with `nrl submit --to slurm`, which makes a heterogeneous job, or change `launch.generation`"
+        )
+    if place.ray_address is not None and len(wanted) > 1:
+        raise PlaceError(
+            "`launch.generation` is given, and a Ray that runs already (RAY_ADDRESS) does not tell its hosts apart; leave it out"
+        )
 
 
 def _joining(join: str, nodes: int) -> Place:
@@ -104,16 +124,28 @@ def _slurm(environ: Mapping[str, str], _nodes: int) -> Place:
         raise PlaceError(
             f"SLURM_PROCID is {rank} and SLURM_NODEID {node}: tasks do not stand in the order of hosts; use `srun --distribution=block`"
         )
-    names = expand(_text(environ, "SLURM_STEP_NODELIST"))
+    groups = _groups(environ)
+    names = [name for group in groups for name in group] or expand(_text(environ, "SLURM_STEP_NODELIST"))
     if len(names) != nodes:
-        raise PlaceError(
-            f"SLURM_STEP_NODELIST names {len(names)} hosts and SLURM_STEP_NUM_NODES says {nodes}; one of them is of another step"
-        )
+        told, fix = "SLURM_STEP_NODELIST names", "one of them is of another step"
+        if groups:
+            told, fix = (
+                "SLURM_JOB_NODELIST_HET_GROUP_* name",
+                f"start it in all groups, `srun --het-group=0-{len(groups) - 1}`",
+            )
+        raise PlaceError(f"{told} {len(names)} hosts and SLURM_STEP_NUM_NODES says {nodes}; {fix}")
     if rank >= nodes:
         raise PlaceError(f"SLURM_PROCID is {rank}, and the step has {nodes} tasks; one of them is of another step")
-    step = f"{_text(environ, 'SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID', '0')}"
-    key = f"slurm-{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
-    return Place("slurm", nodes, rank, head=names[0], key=key, names=tuple(names))
+    job = f"slurm-{_text(environ, 'SLURM_JOB_ID')}"
+    key = f"{job}.{environ.get('SLURM_STEP_ID', '0')}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    sizes = tuple(len(group) for group in groups)
+    return Place("slurm", nodes, rank, head=names[0], key=key, names=tuple(names), groups=sizes, job=job)
+
+
+def _groups(environ: Mapping[str, str]) -> list[list[str]]:
+    """Hosts of each group of a heterogeneous job, in the order of ranks; SLURM_STEP_NODELIST sorts them by name."""
+    count = _number(environ, "SLURM_HET_SIZE") if "SLURM_HET_SIZE" in environ else 0
+    return [expand(_text(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{i}")) for i in range(count)]
 
 
 def _kubernetes(environ: Mapping[str, str], nodes: int) -> Place:
@@ -121,7 +153,8 @@ def _kubernetes(environ: Mapping[str, str], nodes: int) -> Place:
     if rank >= nodes:
         raise PlaceError(f"JOB_COMPLETION_INDEX is {rank}, and `launch.nodes` {nodes}; they are of different jobs")
     head = _text(environ, HEAD_HOST) if nodes > 1 else None
-    return Place("kubernetes", nodes, rank, head=head, key=f"kubernetes-{head}")
+    job = f"kubernetes-{head or environ.get('HOSTNAME', '')}"
+    return Place("kubernetes", nodes, rank, head=head, key=f"kubernetes-{head}", job=job)
 
 
 def _torchrun(environ: Mapping[str, str], _nodes: int) -> Place:

@@ -11,6 +11,7 @@ from pathlib import Path
 from nemo_rl_like.artifacts.errors import StoppedBySignal
 from nemo_rl_like.launch.local import CANCELLED
 from nemo_rl_like.launch.target import Job
+from nemo_rl_like.spec.hosts import HostGroup
 
 NAME = "job.sh"
 _SAFE_PATH = re.compile(r"/[\w./@+=:-]*", re.ASCII)
@@ -25,7 +26,7 @@ rm -f "$stop"
 
 # A signal to the step would reach every process in it; the file reaches the driver alone, which saves.
 trap 'touch "$stop"' USR1
-srun --kill-on-bad-exit=0 --wait=0{container} \\
+srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none{groups}{container} \\
   {node} node "$spec" --stop-file "$stop"{until} &
 step=$!
 
@@ -80,7 +81,8 @@ def problems(job: Job) -> list[str]:
 def script(job: Job) -> str:
     """The whole script; a pure function of the job."""
     launch = job.spec.launch
-    directives = "".join(f"#SBATCH --{line}\n" for line in _directives(job))
+    parts = [_directives(job, group) for group in launch.groups]
+    directives = "#SBATCH hetjob\n".join("".join(f"#SBATCH --{line}\n" for line in part) for part in parts)
     task = "-${SLURM_ARRAY_TASK_ID}" if job.seeds else ""
     folder = shlex.quote(str(job.folder))
     until = f" --until {shlex.quote(job.until)}" if job.until is not None else ""
@@ -89,6 +91,7 @@ def script(job: Job) -> str:
         failures=f"{folder}/failures{task}",
         stop=f"{folder}/stop{task}",
         cancelled=f"{folder}/{CANCELLED}",
+        groups=f" --het-group={','.join(map(str, range(len(parts))))}" if len(parts) > 1 else "",
         container="".join(f" \\\n  {shlex.quote(flag)}" for flag in _container(job)),
         node="nrl" if launch.image is not None else f"{shlex.quote(sys.executable)} -m nemo_rl_like",
         until=until,
@@ -98,44 +101,63 @@ def script(job: Job) -> str:
     return f"#!/bin/bash\n{directives}{body}"
 
 
-def _directives(job: Job) -> Iterator[str]:
-    launch = job.spec.launch
-    log = "log-%a.txt" if job.seeds else "log.txt"
+def _directives(job: Job, group: HostGroup) -> Iterator[str]:
+    """Of one group of hosts; what the job as a whole asks for stands in the first."""
     yield f"job-name={job.name}"
-    yield f"nodes={launch.nodes}"
+    yield from _hosts(job, group)
+    if group.role == "train":
+        yield from _batch(job)
+    else:
+        yield "requeue"
+    yield from _places(job, group)
+
+
+def _hosts(job: Job, group: HostGroup) -> Iterator[str]:
+    launch = job.spec.launch
+    yield f"nodes={group.nodes}"
     yield "ntasks-per-node=1"
     if launch.accelerator == "gpu":
-        kind = "" if launch.slurm.gres_type is None else f"{launch.slurm.gres_type}:"
-        yield f"gres=gpu:{kind}{launch.devices_per_node}"
-    if launch.cpus_per_node is not None:
-        yield f"cpus-per-task={launch.cpus_per_node}"
-    if launch.memory_gib_per_node is not None:
-        yield f"mem={round(launch.memory_gib_per_node * 1024)}M"
+        kind = "" if group.gres_type is None else f"{group.gres_type}:"
+        yield f"gres=gpu:{kind}{group.devices_per_node}"
+    if group.cpus_per_node is not None:
+        yield f"cpus-per-task={group.cpus_per_node}"
+    if group.memory_gib_per_node is not None:
+        yield f"mem={round(group.memory_gib_per_node * 1024)}M"
     if launch.time_limit_min is not None:
         yield f"time={launch.time_limit_min}"
-    yield f"signal=B:USR1@{round(launch.save_before_end_s)}"
+
+
+def _batch(job: Job) -> Iterator[str]:
+    """What concerns the script itself."""
+    slurm = job.spec.launch.slurm
+    log = "log-%a.txt" if job.seeds else "log.txt"
+    yield f"signal=B:USR1@{round(job.spec.launch.save_before_end_s)}"
     yield from ("requeue", "open-mode=append", f"output={job.folder}/{log}", f"chdir={job.working_folder}")
     if job.after is not None:
         yield from (f"dependency=afterok:{job.after}", "kill-on-invalid-dep=yes")
     if job.seeds:
         yield f"array={','.join(map(str, job.seeds))}"
-    yield from _places(job)
-
-
-def _places(job: Job) -> Iterator[str]:
-    slurm = job.spec.launch.slurm
-    for field in ("partition", "account", "qos", "reservation", "constraint", "exclude"):
-        value = getattr(slurm, field)
-        if value is not None:
-            yield f"{field}={value}"
-    if slurm.exclusive:
-        yield "exclusive"
     if slurm.comment is not None:
         yield f'comment="{slurm.comment}"'
     if slurm.mail_user is not None:
         yield f"mail-user={slurm.mail_user}"
     if slurm.mail_type:
         yield f"mail-type={','.join(slurm.mail_type)}"
+
+
+def _places(job: Job, group: HostGroup) -> Iterator[str]:
+    slurm = job.spec.launch.slurm
+    asked = {
+        "partition": group.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation,
+        "constraint": group.constraint,
+        "exclude": slurm.exclude,
+    }
+    yield from (f"{field}={value}" for field, value in asked.items() if value is not None)
+    if slurm.exclusive:
+        yield "exclusive"
 
 
 def _container(job: Job) -> Iterator[str]:

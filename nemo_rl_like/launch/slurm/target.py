@@ -12,6 +12,7 @@ from nemo_rl_like.cluster.environment import allowed
 from nemo_rl_like.launch.client import call, output_of
 from nemo_rl_like.launch.lines import lines
 from nemo_rl_like.launch.local import CANCELLED
+from nemo_rl_like.launch.slurm.accounting import Accounts, accounts_of
 from nemo_rl_like.launch.slurm.script import NAME, problems, script
 from nemo_rl_like.launch.target import Job, JobStatus, Rendered, State
 
@@ -58,21 +59,27 @@ class SlurmTarget:
         tasks = [_fields(line) for line in asked.stdout.splitlines() if line.startswith("JobId=")]
         if not tasks and "Invalid job id" not in asked.stderr:
             raise SubmitError(f"`scontrol` refused (exit code {asked.returncode}): {asked.stderr.strip()}")
-        rows = [(t["JobState"], t.get("ExitCode", ""), t.get("Reason", "")) for t in tasks] or _accounted(job_id)
-        found = [_status(*row) for row in rows] or [
-            JobStatus("unknown", "slurmctld has forgotten the job, and there is no accounting")
-        ]
+        accounts = accounts_of(job_id, (folder / NAME).stat().st_mtime)
+        rows = [(t["JobState"], t.get("ExitCode", ""), t.get("Reason", "")) for t in tasks]
+        if not rows and isinstance(accounts, Accounts):
+            rows = [(state, code, "") for state, code in accounts.ends]
+        found = [_status(*row) for row in rows] or [_forgotten(accounts)]
         worst = min(found, key=lambda one: _FIRST.index(one.state))
         if worst.state == "failed" and (folder / CANCELLED).exists():
             worst = replace(worst, state="cancelled")
-        detail = "; ".join(dict.fromkeys(one.detail for one in found))
-        hours = _gpu_hours(job_id)
-        return JobStatus(worst.state, detail if hours is None else f"{detail}; {hours:.2f} GPU hours", worst.exit_code)
+        details = list(dict.fromkeys(one.detail for one in found))
+        if isinstance(accounts, Accounts) and accounts.gpu_hours is not None:
+            details.append(f"{accounts.gpu_hours:.2f} GPU hours")
+        return JobStatus(worst.state, "; ".join(details), worst.exit_code)
 
     def logs(self, job_id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """Lines of the job's log, or of every task's."""
+        """Lines of the job's log, or of every task's. Raises SubmitError where there is none, with the job's state."""
         ended = lambda: self.status(job_id, folder).state not in ("queued", "running")  # noqa: E731
-        return lines(lambda: sorted(folder.glob("log*.txt")), follow=follow, ended=ended)
+        files = lambda: sorted(folder.glob("log*.txt"))  # noqa: E731
+        yield from lines(files, follow=follow, ended=ended)
+        if not files():
+            found = self.status(job_id, folder)
+            raise SubmitError(f"{folder} has no log: slurm job {job_id} is {found.state} ({found.detail})")
 
     def cancel(self, job_id: str, folder: Path) -> None:
         """A job that runs is told to save and end, and is not started again; one that was told before, or waits, is ended by `scancel`."""
@@ -114,28 +121,12 @@ def _status(state: str, exit_code: str, reason: str) -> JobStatus:
     return JobStatus(known, ", ".join(words), value)
 
 
-def _accounted(job_id: str) -> list[tuple[str, str, str]]:
-    """State and exit code by accounting; nothing where there is none."""
-    rows = _sacct(job_id, "State,ExitCode")
-    return [(state, code, "") for state, code, *_ in rows]
-
-
-def _gpu_hours(job_id: str) -> float | None:
-    rows = _sacct(job_id, "ElapsedRaw,AllocTRES")
-    if not rows:
-        return None
-    return sum(int(seconds or 0) * _gpus(tres) for seconds, tres, *_ in rows) / 3600
-
-
-def _gpus(tres: str) -> int:
-    counts = dict(part.split("=", 1) for part in tres.split(",") if "=" in part)
-    return int(counts.get("gres/gpu", 0))
-
-
-def _sacct(job_id: str, columns: str) -> list[list[str]]:
-    """Rows of accounting; none where the cluster keeps no accounts."""
-    try:
-        done = call(("sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={job_id}", f"--format={columns}"))
-    except SubmitError:
-        return []
-    return [line.split("|") for line in done.stdout.splitlines() if line] if done.returncode == 0 else []
+def _forgotten(accounts: Accounts | str) -> JobStatus:
+    """A job that slurmctld no longer knows, and accounting neither."""
+    why = (
+        "accounting does not know it either"
+        if isinstance(accounts, Accounts)
+        else f"there is no accounting: {accounts}"
+    )
+    told = "how it ended is not known; its log and the stages of its run are what is left"
+    return JobStatus("unknown", f"slurmctld has forgotten the job (MinJobAge), and {why}; {told}")

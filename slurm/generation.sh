@@ -1,0 +1,59 @@
+#!/bin/bash
+#SBATCH --job-name=generation
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:h100:8
+#SBATCH --mem=1048576M
+#SBATCH --time=240
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=/lustre/me/project/runs/generation.jobs/0001/log.txt
+#SBATCH --chdir=/lustre/me/project
+#SBATCH --partition=batch
+#SBATCH --account=research
+#SBATCH hetjob
+#SBATCH --job-name=generation
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:l40s:4
+#SBATCH --mem=262144M
+#SBATCH --time=240
+#SBATCH --requeue
+#SBATCH --partition=inference
+#SBATCH --account=research
+
+set -uo pipefail
+spec=/lustre/me/project/runs/generation.jobs/0001/spec.yaml
+failures=/lustre/me/project/runs/generation.jobs/0001/failures
+stop=/lustre/me/project/runs/generation.jobs/0001/stop
+rm -f "$stop"
+
+# A signal to the step would reach every process in it; the file reaches the driver alone, which saves.
+trap 'touch "$stop"' USR1
+srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --het-group=0,1 \
+  --container-image=nvcr.io/nvidia/nemo:25.07 \
+  --container-mounts=/lustre/me/project:/lustre/me/project,/lustre/me/project/runs/generation.jobs:/lustre/me/project/runs/generation.jobs,/lustre/me/project/runs:/lustre/me/project/runs \
+  --no-container-mount-home \
+  --container-workdir=/lustre/me/project \
+  nrl node "$spec" --stop-file "$stop" &
+step=$!
+
+code=0
+while true; do
+  wait "$step"
+  code=$?
+  kill -0 "$step" 2>/dev/null || break
+done
+
+# 75: it saved because it was told to. 2: the spec or an input is wrong, so another start would end the same way.
+if [[ -e /lustre/me/project/runs/generation.jobs/0001/cancelled || $code == 0 || $code == 2 ]]; then
+  exit "$code"
+fi
+if [[ $code != 75 ]]; then
+  printf x >>"$failures"
+  if [[ $(wc -c <"$failures") -gt 3 ]]; then
+    exit "$code"
+  fi
+fi
+scontrol requeue "$SLURM_JOB_ID" || exit "$code"
