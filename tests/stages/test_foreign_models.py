@@ -73,7 +73,11 @@ def verl_lora_merged(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
     config |= {"peft_type": config["peft_type"].value, "target_modules": list(config["target_modules"])}
     (folder / "lora_adapter").mkdir(parents=True)
     (folder / "lora_adapter" / "adapter_config.json").write_text(json.dumps(config, default=str, indent=4))
-    save_file({"x.lora_A.weight": torch.ones(1)}, folder / "lora_adapter" / "adapter_model.safetensors")
+    pairs = {}
+    for layer in range(model.config.num_hidden_layers):
+        stem = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        pairs |= {f"{stem}.lora_A.weight": torch.ones(2, 32), f"{stem}.lora_B.weight": torch.ones(32, 2)}
+    save_file(pairs, folder / "lora_adapter" / "adapter_model.safetensors")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -89,7 +93,8 @@ def openrlhf_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 def openrlhf_lora(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The same of a `PeftModel`: adapters, the base's config.json and the tokenizer."""
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(model, config)
     adapted.save_pretrained(folder)
     adapted.config.to_json_file(folder / "config.json")
     tokenizer.save_pretrained(folder)
@@ -196,3 +201,24 @@ def test_of_any_other_folder_it_is_told_what_it_is_and_what_makes_a_model_of_it(
     assert said.startswith(f"`model.path` is {str(folder)!r}, which ") and all(part in said for part in words), said
     with pytest.raises(InputError, match="`teacher` is "):
         check_teacher(spec_of(tmp_path / "base"), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("write", "made"), [(verl_lora_merged, "MERGED"), (openrlhf_lora, "MERGED"), (nemo_rl_converted, "SAFE")]
+)
+def test_the_command_that_is_told_makes_a_start(
+    write: Writer,
+    made: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(InputError) as caught:
+        check_model(spec_of(write(tmp_path / "theirs", model, tokenizer)))
+    monkeypatch.chdir(tmp_path)
+    exec(str(caught.value).split('python -c "')[1].split('")')[0], {})
+    check_model(spec_of(tmp_path / made))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with SafetensorsReader(tmp_path / "base") as base, SafetensorsReader(tmp_path / made) as read:
+        assert torch.equal(read.get(name), base.get(name)) == (made == "SAFE")
