@@ -210,6 +210,7 @@ rails:
       - self check input
 prompts:
   - task: self_check_input
+    output_parser: is_content_safe
     content: |
       Should the following message of a user be refused because it asks for something harmful?
       Message: "{{{{ user_input }}}}"
