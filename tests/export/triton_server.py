@@ -72,7 +72,8 @@ def triton(
     """
     scratch.mkdir(parents=True, exist_ok=True)
     ports, log = [free_port() for _ in range(3)], scratch / "triton.log"
-    command = _command(repository, _backends(scratch, backends or {}), ports, completes)
+    memory = f"nrl_{os.getpid()}_{next(_count)}_"
+    command = _command(repository, _backends(scratch, backends or {}), ports, memory, completes)
     environment = {**os.environ, **(env or {}), **_environment(_prefix(scratch / "python", numpy))}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -83,6 +84,8 @@ def triton(
         yield Triton(ports[0], ports[1])
     finally:
         _end(process)
+        for left in Path("/dev/shm").glob(f"{memory}*"):
+            left.unlink(missing_ok=True)
 
 
 def _prefix(folder: Path, numpy: Path) -> Path:
@@ -110,7 +113,7 @@ def _backends(scratch: Path, more: Mapping[str, Path]) -> Path:
     return folder
 
 
-def _command(repository: Path, backends: Path, ports: list[int], completes: bool) -> list[str]:
+def _command(repository: Path, backends: Path, ports: list[int], memory: str, completes: bool) -> list[str]:
     http, grpc, metrics = map(str, ports)
     options = {
         "model-repository": str(repository),
@@ -123,7 +126,7 @@ def _command(repository: Path, backends: Path, ports: list[int], completes: bool
         "allow-gpu-metrics": "false",
         "exit-on-error": "true",
         "exit-timeout-secs": "10",
-        "backend-config": f"python,shm-region-prefix-name=nrl_{os.getpid()}_{next(_count)}_",
+        "backend-config": f"python,shm-region-prefix-name={memory}",
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
     flags += [
