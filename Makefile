@@ -77,8 +77,10 @@ $(VENV)/.installed-demo: requirements/demo.txt pyproject.toml | $(UV)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@
 
-$(VENV)/.installed-test: requirements/test.txt pyproject.toml | $(UV)
+# tritonserver's Python backend was built for NumPy 1 (tests/export/triton_server.py).
+$(VENV)/.installed-test: requirements/test.txt requirements/triton.txt pyproject.toml | $(UV)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(WHEELS) --requirement requirements/test.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps $(WHEELS) --target $(VENV)/triton --requirement requirements/triton.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@
 

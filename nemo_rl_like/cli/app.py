@@ -452,7 +452,11 @@ def check_model(
 @tokenizers.command("train")
 def train_tokenizer(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILES", help='Text: .jsonl with {"text": ...} a line, or plain text.')
+        list[Path],
+        typer.Argument(
+            metavar="FILES",
+            help='Text: rows with a {"text": ...} each (.jsonl, .jsonl.gz, .json, .parquet), folders of such, or plain text.',
+        ),
     ],
     size: Annotated[int, typer.Option(help="Tokens of the vocabulary, 259 or more.")],
     out: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],

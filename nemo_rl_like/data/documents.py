@@ -1,4 +1,4 @@
-"""Files of documents: JSONL with a text a line, or plain text with blank lines between documents."""
+"""Files of documents: rows with a text each, or plain text with blank lines between documents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.datasets import content_sha256, read_lines
+from nemo_rl_like.data.row_files import KINDS, ROWS
 
 _BLANK = re.compile(r"\n(?:[^\S\n]*\n)+")
 
@@ -26,16 +27,26 @@ class Documents:
 
 
 def load_documents(paths: Sequence[str | Path], text_key: str = "text") -> Documents:
-    """Read every file. `.jsonl` files have `{text_key: ...}` a line; others are text whose documents blank lines part.
+    """Read every file, and of a folder every file of rows in the order of names (as NeMo Curator's writers leave them).
 
-    Raises InputError: a file cannot be read or has no document, or a line has no such text; names file and line.
+    Files of rows (`data/row_files.py`) have `{text_key: ...}` a row; others are text whose documents blank lines part.
+    Raises InputError: a file cannot be read or has no document, or a row has no such text; names file and row.
     """
-    texts = tuple(text for path in paths for text in _read(Path(path), text_key))
+    texts = tuple(text for path in paths for file in _files(Path(path)) for text in _read(file, text_key))
     return Documents(", ".join(map(str, paths)), texts, content_sha256(texts))
 
 
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.name.endswith(ROWS))
+    if not found:
+        raise InputError(f"{path}: the folder has no file of rows ({KINDS}); name the files themselves")
+    return found
+
+
 def _read(file: Path, text_key: str) -> list[str]:
-    texts = _lines(file, text_key) if file.suffix == ".jsonl" else _paragraphs(file)
+    texts = _lines(file, text_key) if file.name.endswith(ROWS) else _paragraphs(file)
     kept = [text for text in texts if text.strip()]
     if not kept:
         raise InputError(f"{file}: has no document; it needs at least one that is not blank")

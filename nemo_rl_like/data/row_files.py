@@ -11,6 +11,8 @@ from pathlib import Path
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.data.messages import JSON
 
+ROWS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+"""How the names of such files end."""
 KINDS = ".jsonl, .jsonl.gz, .json (a list) or .parquet"
 
 

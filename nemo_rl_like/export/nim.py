@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from nemo_rl_like.export.folders import link_tree
 from nemo_rl_like.export.hf_layout import ADAPTER_CONFIG, TOKENIZER_CONFIG, hf_problems, link_adapters, peft_problems
@@ -17,7 +20,7 @@ from nemo_rl_like.spec.export import NimLoraTarget, NimTarget
 
 MODEL, ENVIRONMENT, ADAPTERS = "model", "nim.env", "adapters"
 SPECIAL_TOKENS = "special_tokens_map.json"
-EVALUATOR, GUARDRAILS = "evaluator.yaml", "guardrails"
+EVALUATOR, GUARDRAILS = "evaluator.yaml", "guardrails/config.yml"
 _LINE = re.compile(r"[A-Z][A-Z0-9_]*=\S*")
 _KNOWN = {
     "NIM_MODEL_PATH": "2.x",
@@ -35,13 +38,13 @@ _KNOWN = {
 
 
 def write_nim(hf: Path, folder: Path, target: NimTarget) -> None:
-    """`model/` and `nim.env`."""
+    """`model/`, `nim.env`, and what clients of the served model are configured with."""
     link_tree(hf, folder / MODEL)
     _write_special_tokens(folder / MODEL)
     _write_environment(folder, nim_environment(target))
-    (folder / EVALUATOR).write_text(_EVALUATOR.format(name=target.model_name), encoding="utf-8")
-    (folder / GUARDRAILS).mkdir()
-    (folder / GUARDRAILS / "config.yml").write_text(_GUARDRAILS.format(name=target.model_name), encoding="utf-8")
+    (folder / GUARDRAILS).parent.mkdir()
+    for file, text in ((EVALUATOR, _EVALUATOR), (GUARDRAILS, _GUARDRAILS)):
+        (folder / file).write_text(text.format(name=json.dumps(target.model_name)), encoding="utf-8")
 
 
 def nim_environment(target: NimTarget) -> dict[str, str]:
@@ -97,6 +100,24 @@ def nim_problems(folder: Path, mounted_at: str | None) -> list[Problem]:
         )
     if given and not given.get("NIM_SERVED_MODEL_NAME"):
         problems.append(Problem(ENVIRONMENT, "sets no NIM_SERVED_MODEL_NAME, by which clients ask; add it"))
+    return problems + _client_problems(folder, given.get("NIM_SERVED_MODEL_NAME"))
+
+
+def _client_problems(folder: Path, served: str | None) -> list[Problem]:
+    """Where the configuration of Evaluator or Guardrails asks for another model than is served; either may have been removed."""
+    problems = []
+    for file, keys in ((EVALUATOR, ("target", "api_endpoint", "model_id")), (GUARDRAILS, ("models", 0, "model"))):
+        if not (folder / file).is_file():
+            continue
+        try:
+            found: Any = yaml.safe_load((folder / file).read_text(encoding="utf-8"))
+            for key in keys:
+                found = found[key]
+        except (yaml.YAMLError, KeyError, IndexError, TypeError) as error:
+            problems.append(Problem(file, f"names no model at {'.'.join(map(str, keys))} ({error}); export again"))
+            continue
+        if served and found != served:
+            problems.append(Problem(file, f"asks for the model {found!r}, and {ENVIRONMENT} serves {served!r}"))
     return problems
 
 
@@ -159,6 +180,7 @@ def _environment(folder: Path, problems: list[Problem]) -> dict[str, str]:
     return given
 
 
+# NeMo Evaluator 0.2.8: `EvaluationTarget` and `EvaluationConfig` of api_dataclasses.py. NeMo Guardrails 0.24.1: `RailsConfig`.
 _EVALUATOR = """\
 # NeMo Evaluator: the served model as the target of an evaluation (nemo-evaluator run_eval --run_config evaluator.yaml). Not run here.
 target:
@@ -188,6 +210,7 @@ rails:
       - self check input
 prompts:
   - task: self_check_input
+    output_parser: is_content_safe
     content: |
       Should the following message of a user be refused because it asks for something harmful?
       Message: "{{{{ user_input }}}}"

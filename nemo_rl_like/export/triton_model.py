@@ -26,6 +26,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the weights beside this file."""
+        _check_arrays()
         config = json.loads(args["model_config"])
         given = {name: value["string_value"] for name, value in config["parameters"].items()}
         torch.set_num_threads(int(given["THREADS"]))
@@ -60,7 +61,7 @@ class TritonPythonModel:
             if stream:
                 part, said = self._next_part(ids, said, last=bool(reason))
                 sender.send(_response(part, [token], reason), flags=_FINAL if reason else 0)
-            if request.is_cancelled() and not reason:
+            if not reason and request.is_cancelled():  # behind the last answer, asking ends the server
                 sender.send(flags=_FINAL)
                 return
         if not stream:
@@ -121,6 +122,17 @@ class TritonPythonModel:
         if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
             return "", said
         return text[len(said) :], text
+
+
+def _check_arrays() -> None:
+    """Raises RuntimeError if the backend was built for another NumPy than this Python's: its arrays would hold wrong values."""
+    given = torch.arange(1, 4, dtype=torch.int32)
+    read = pb_utils.Tensor.from_dlpack("given", given).as_numpy().tolist()
+    if read != given.tolist():
+        raise RuntimeError(
+            f"the Python backend gives the tensor {given.tolist()} as the array {read}: it was built for another major version of NumPy "
+            f"than this Python's {np.__version__}; install numpy<2, or take a newer server"
+        )
 
 
 def _draw(logits: torch.Tensor, temperature: float, draws: torch.Generator) -> int:

@@ -15,9 +15,10 @@ class TextDataSpec(Spec):
     """Text: files of documents."""
 
     paths: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Files of documents: `.jsonl` with one object a line, any other is UTF-8 text with blank lines between documents."""
+    """Files of documents: rows (.jsonl, .jsonl.gz, .json, .parquet), any other is UTF-8 text with blank lines between documents; or folders of
+    files of rows, as NeMo Curator writes them."""
     text_key: str = "text"
-    """Key of the text in a line of a `.jsonl` file."""
+    """Key of the text in a row."""
     attend_across_documents: bool = False
     """Let the tokens of a packed row attend to the documents before their own."""
 

@@ -17,6 +17,7 @@ from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.environment.registry import resolve
 from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.bottleneck import check_bottleneck
+from nemo_rl_like.model.foreign_folders import require_model_folder
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.lora_map import check_targets
@@ -194,6 +195,7 @@ def _check_beside(spec: ExperimentSpec, field: str, folder: Path) -> Outline:
         raise InputError(
             f"`{field}` is {str(folder)!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face folder"
         )
+    require_model_folder(folder, field)
     config = outline_in(spec, folder)
     if isinstance(config, ModelConfig) and spec.policy.backend == "megatron":
         config.check_layout(spec.policy.layout)

@@ -7,6 +7,7 @@ from pathlib import Path
 from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import make_tokenizer
+from nemo_rl_like.model.foreign_folders import require_model_folder
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -59,4 +60,5 @@ def _model_folder(spec: ExperimentSpec) -> Path:
             f"`model.path` is {spec.model.path!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face "
             "folder, or fetch a small one with `nrl model fetch smollm2-135m`"
         )
+    require_model_folder(folder, "model.path")
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas
 import pytest
 
 from nemo_rl_like.artifacts.errors import InputError
@@ -30,6 +31,19 @@ def test_blank_lines_part_plain_text_and_lines_are_documents_of_jsonl(tmp_path: 
     found = load_documents([plain, lines], "body")
     assert found.texts == ("the cat sat on the mat\n  and the hat", "the dog ran to the cat", "x\n\ny")
     assert found.sha256 != load_documents([lines, plain], "body").sha256
+
+
+def test_a_folder_of_nemo_curators_writers_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    """`JsonlWriter` and `ParquetWriter` (NeMo Curator 1.4) write a file a batch, named by a hash, by pandas' `to_json(lines=True, orient="records")` and `to_parquet`."""
+    rows = pandas.DataFrame({"text": ["a\n\nb/ü", "c"], "id": ["doc-0", "doc-1"], "quality_score": [0.5, None]})
+    rows.to_json(tmp_path / "9f8e.jsonl", lines=True, orient="records")
+    rows.to_json(tmp_path / "1a2b.jsonl.gz", lines=True, orient="records", compression="gzip")
+    rows.to_parquet(tmp_path / "c3d4.parquet", index=False)
+    (tmp_path / "_SUCCESS").write_text("")
+    assert load_documents([tmp_path]).texts == ("a\n\nb/ü", "c") * 3
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty: the folder has no file of rows"):
+        load_documents([tmp_path / "empty"])
 
 
 @pytest.mark.parametrize(

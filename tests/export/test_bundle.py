@@ -278,6 +278,27 @@ def test_nim_1_and_2_read_other_variables(run_folder: Path, tmp_path: Path) -> N
     assert check_bundle(tmp_path / "out").problems == ()
 
 
+@pytest.mark.parametrize("name", ["sums", "123"])
+def test_evaluator_and_guardrails_ask_for_the_served_model_by_its_name(
+    name: str, run_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    write_bundles(ExportSource(checkpoint_of(run_folder)), [(NimTarget(model_name=name), out)], WEIGHTS)
+    evaluator = yaml.safe_load((out / "evaluator.yaml").read_text())
+    assert set(evaluator) == {"target", "config"} and set(evaluator["config"]) == {"type", "output_dir", "params"}
+    endpoint = evaluator["target"]["api_endpoint"]
+    assert (endpoint["model_id"], endpoint["type"]) == (name, "chat") and endpoint["url"].endswith(
+        "/v1/chat/completions"
+    )
+    guardrails = yaml.safe_load((out / "guardrails" / "config.yml").read_text())
+    (model,) = guardrails["models"]
+    assert (model["type"], model["engine"], model["model"]) == ("main", "nim", name)
+    assert endpoint["url"].startswith(model["parameters"]["base_url"])
+    flows = [flow.replace(" ", "_") for flow in guardrails["rails"]["input"]["flows"]]
+    assert [prompt["task"] for prompt in guardrails["prompts"]] == flows
+    assert all("{{ user_input }}" in prompt["content"] for prompt in guardrails["prompts"])
+
+
 def test_the_command_line_takes_targets_and_their_options(run_folder: Path, tmp_path: Path) -> None:
     given = [
         "export",

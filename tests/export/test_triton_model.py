@@ -25,6 +25,10 @@ class Tensor:
     def __init__(self, name: str, values: np.ndarray[Any, Any]) -> None:
         self.name, self.values = name, values
 
+    @classmethod
+    def from_dlpack(cls, name: str, values: Any) -> Tensor:
+        return cls(name, np.from_dlpack(values))
+
     def as_numpy(self) -> np.ndarray[Any, Any]:
         return self.values
 
@@ -52,6 +56,9 @@ class Request:
         return self._parameters
 
     def is_cancelled(self) -> bool:
+        assert FINAL not in [answer.flags for answer in self.answers], (
+            "asked behind the last answer, the server ends by a segmentation fault"
+        )
         return False
 
     def send(self, answer: Answer, flags: int = 0) -> None:
