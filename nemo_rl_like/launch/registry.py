@@ -20,15 +20,17 @@ class Entry:
     """One submission may hold several seeds (`Job.seeds`)."""
     chains: bool = False
     """A job may wait for another's success (`Job.after`)."""
+    token_file: bool = False
+    """Hosts of a job read its token beside the spec."""
 
 
 TARGETS = {
     "local": Entry("nemo_rl_like.launch.local:LocalTarget"),
-    "slurm": Entry("nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True),
+    "slurm": Entry("nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True, token_file=True),
     "kubernetes": Entry("nemo_rl_like.launch.kubernetes.target:KubernetesTarget"),
     "container": Entry("nemo_rl_like.launch.container:ContainerTarget"),
     "nemo-run-local": Entry("nemo_rl_like.launch.nemo_run:NemoRunLocal"),
-    "nemo-run-slurm": Entry("nemo_rl_like.launch.nemo_run:NemoRunSlurm"),
+    "nemo-run-slurm": Entry("nemo_rl_like.launch.nemo_run:NemoRunSlurm", token_file=True),
 }
 
 
