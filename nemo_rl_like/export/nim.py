@@ -39,9 +39,11 @@ def write_nim(hf: Path, folder: Path, target: NimTarget) -> None:
     link_tree(hf, folder / MODEL)
     _write_special_tokens(folder / MODEL)
     _write_environment(folder, nim_environment(target))
-    (folder / EVALUATOR).write_text(_EVALUATOR.format(name=target.model_name), encoding="utf-8")
+    (folder / EVALUATOR).write_text(_EVALUATOR.format(name=json.dumps(target.model_name)), encoding="utf-8")
     (folder / GUARDRAILS).mkdir()
-    (folder / GUARDRAILS / "config.yml").write_text(_GUARDRAILS.format(name=target.model_name), encoding="utf-8")
+    (folder / GUARDRAILS / "config.yml").write_text(
+        _GUARDRAILS.format(name=json.dumps(target.model_name)), encoding="utf-8"
+    )
 
 
 def nim_environment(target: NimTarget) -> dict[str, str]:

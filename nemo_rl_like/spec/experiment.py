@@ -70,7 +70,7 @@ class ExperimentSpec(Spec):
     """Name of the experiment."""
     seed: NonNegativeInt = 1
     """Seed of everything random: initial weights, data order, sampling."""
-    output: str
+    output: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
     """Output folder, made if missing."""
     model: ModelSpec
     """The policy's model."""
