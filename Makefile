@@ -19,7 +19,9 @@ COMPILE = $(UV) pip compile --quiet --no-header --python-version 3.11 $(WHEELS) 
 WORKERS := --numprocesses 2 --dist loadscope
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_AUTH_MODE=disabled RAY_worker_niceness=0
 
-.PHONY: help demo test test-all gpu-check lint format lock install install-test install-system
+PIP_AUDIT := 2.10.1
+
+.PHONY: help demo test test-all gpu-check lint format lock licences audit install install-test install-system
 
 help:  ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -52,6 +54,12 @@ lock: $(UV)  ## Make the lock files from pyproject.toml.
 	$(UV) pip compile --quiet --no-header --python-version 3.12 --overrides requirements/overrides.txt \
 		--overrides requirements/ngc-base.txt pyproject.toml --extra train --constraint requirements/test.txt \
 		--output-file requirements/ngc.txt
+
+licences: install-test  ## Write requirements/licences.tsv: the licence of every locked package.
+	$(BIN)/python containers/licences.py
+
+audit: $(UV)  ## Look up known vulnerabilities of every locked package (needs pypi.org).
+	$(UV) tool run --from pip-audit==$(PIP_AUDIT) pip-audit --strict --disable-pip --no-deps --progress-spinner off --requirement requirements/test.txt
 
 install: $(VENV)/.installed-demo
 install-test: $(VENV)/.installed-test install-system

@@ -16,6 +16,12 @@ from urllib.parse import quote
 
 OURS = "nemo-rl-like"
 UNKNOWN = "not declared"
+TEXTS = {
+    "Apache License": "Apache-2.0",
+    "Permission is hereby granted, free of charge": "MIT",
+    "Redistribution and use in source and binary forms": "BSD",
+}
+"""Licences by words that stand in their text alone."""
 
 
 def main() -> int:
@@ -68,7 +74,7 @@ def component(package: Distribution) -> dict[str, Any]:
 
 
 def licences(package: Distribution) -> list[dict[str, Any]]:
-    """What a package declares, best first: an SPDX expression, its classifiers, a short text; none where it says nothing."""
+    """What a package declares, best first: an SPDX expression, its classifiers, a short text, its licence's own words; none where it says nothing."""
     about = package.metadata
     if expression := about.get("License-Expression"):
         return [{"expression": expression}]
@@ -77,16 +83,20 @@ def licences(package: Distribution) -> list[dict[str, Any]]:
     if named:
         return [{"license": {"name": name}} for name in sorted(set(named))]
     text = (about.get("License") or "").strip()
-    return [{"license": {"name": text.splitlines()[0][:100]}}] if text else []
+    if text:
+        return [{"license": {"name": text.splitlines()[0][:100]}}]
+    files = [package.read_text(f"licenses/{name}") or "" for name in about.get_all("License-File", [])]
+    return [{"license": {"name": name}} for words, name in TEXTS.items() if any(words in file for file in files)]
 
 
 def licence_lines(packages: list[Distribution]) -> list[str]:
     """A line for each package: name, version, licence."""
-    lines = []
-    for package in packages:
-        declared = [c.get("expression") or c["license"]["name"] for c in licences(package)]
-        lines.append("\t".join([normal(package.name), package.version, " / ".join(declared) or UNKNOWN]))
-    return lines
+    return ["\t".join([normal(p.name), p.version, licence(p)]) for p in packages]
+
+
+def licence(package: Distribution) -> str:
+    """What a package declares, in one line."""
+    return " / ".join(c.get("expression") or c["license"]["name"] for c in licences(package)) or UNKNOWN
 
 
 def normal(name: str) -> str:

@@ -67,7 +67,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     for name in _FILES:
         _check_json(path / name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"tokenizer: {path}: cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -97,7 +97,12 @@ def trainers(
 def plain_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The folder as transformers loads it; its own layers one after the other, as fused ones know neither float64 nor Gemma 2's cap."""
     return AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=dtype, local_files_only=True, experts_implementation="eager", attn_implementation="eager"
+        str(folder),
+        dtype=dtype,
+        local_files_only=True,
+        experts_implementation="eager",
+        attn_implementation="eager",
+        trust_remote_code=False,
     ).eval()
 
 
@@ -130,7 +135,10 @@ def first_difference(
 
 def tokenizer_differences(checkpoint: Path, export: Path, vocab: int) -> list[str]:
     """Where plain transformers reads the export's tokenizer and stop tokens otherwise than the trainer reads the checkpoint's."""
-    mine, theirs = load_tokenizer(checkpoint), AutoTokenizer.from_pretrained(str(export), local_files_only=True)
+    mine, theirs = (
+        load_tokenizer(checkpoint),
+        AutoTokenizer.from_pretrained(str(export), local_files_only=True, trust_remote_code=False),
+    )
     problems = []
     if mine.get_vocab() != theirs.get_vocab():
         problems.append("the tokenizers have other vocabularies")

@@ -154,5 +154,7 @@ def _projects(name: str) -> bool:
 
 
 def _model(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype="auto", local_files_only=True, trust_remote_code=False
+    )
     return model.eval().to(runtime.device())

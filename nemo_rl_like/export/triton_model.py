@@ -32,9 +32,9 @@ class TritonPythonModel:
         torch.set_num_threads(int(given["THREADS"]))
         weights = Path(pb_utils.get_model_dir()) / "weights"
         self.longest = int(given["MAX_NEW_TOKENS"])
-        self.tokenizer = AutoTokenizer.from_pretrained(str(weights), local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(str(weights), local_files_only=True, trust_remote_code=False)
         self.model = AutoModelForCausalLM.from_pretrained(
-            str(weights), dtype=getattr(torch, given["DTYPE"]), local_files_only=True
+            str(weights), dtype=getattr(torch, given["DTYPE"]), local_files_only=True, trust_remote_code=False
         ).eval()
         ends = GenerationConfig.from_pretrained(str(weights)).eos_token_id
         self.stops = frozenset([ends] if isinstance(ends, int) else ends or ())

@@ -26,8 +26,6 @@ ASK_S = 60.0
 STOP_MARGIN_S = 60
 """Seconds that a container has beside `save_before_end_s` before it is killed."""
 SAVED = 75
-FIXED = {"HOME": names.HOME, "RAY_AUTH_MODE": "disabled"}
-"""Variables that the container gets whatever the spec says: its Ray is reached from nowhere else."""
 
 
 class ContainerTarget:
@@ -48,7 +46,7 @@ class ContainerTarget:
         shm = spec.launch.container.shm_gib
         return [
             *requirements.image(spec),
-            *requirements.variables(spec, FIXED),
+            *requirements.variables(spec, _fixed(spec)),
             *requirements.memory(spec, "launch.container.shm_gib", shm),
             *requirements.paths(spec, "launch.mounts", [m.target for m in spec.launch.mounts]),
             *_one_machine(spec),
@@ -136,7 +134,7 @@ class ContainerTarget:
         yield from ("--stop-timeout", str(math.ceil(launch.save_before_end_s) + STOP_MARGIN_S))
         if launch.retries:
             yield from ("--restart", f"on-failure:{launch.retries}")
-        for variable, value in {**launch.environment, **FIXED}.items():
+        for variable, value in {**launch.environment, **_fixed(job.spec)}.items():
             yield from ("--env", f"{variable}={value}")
         for variable in sorted({s.env for s in job.spec.secrets.values()}):
             yield from ("--env", variable)
@@ -149,6 +147,11 @@ class ContainerTarget:
         user = spec.launch.container.user or self._user
         if user.startswith("0:"):
             yield "`launch.container.user` is not set and you are root, who no container is run as; set it to `uid:gid` of whom `output` belongs to"
+
+
+def _fixed(spec: ExperimentSpec) -> dict[str, str]:
+    """Variables that the container gets whatever the spec says."""
+    return {"HOME": names.HOME, "RAY_AUTH_MODE": spec.launch.auth}
 
 
 def _limits(spec: ExperimentSpec) -> Iterator[str]:
@@ -188,7 +191,9 @@ def _one_machine(spec: ExperimentSpec) -> Iterator[str]:
 def _folders(spec: ExperimentSpec) -> Iterator[str]:
     mounts = spec.launch.mounts
     output = PurePosixPath(spec.output)
-    inside = [m for m in mounts if output.is_relative_to(m.target) and not m.read_only and m.source == m.target]
+    inside = [
+        m for m in mounts if PurePosixPath(m.target) in output.parents and not m.read_only and m.source == m.target
+    ]
     if not output.is_absolute() or ".." in output.parts or not inside:
         yield (
             f"`output` is {spec.output!r}, which must be an absolute path below a folder that `launch.mounts` gives to the container under its own name, "

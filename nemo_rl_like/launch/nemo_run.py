@@ -248,6 +248,10 @@ def _words(job: Job) -> Iterator[str]:
     for field, value in given.items():
         if value is not None and not PLAIN.fullmatch(value):
             yield f"{field} is {value!r}, and NeMo-Run writes it into a script without quotes; use letters, digits and _@%+=:,./- only"
+        elif (
+            value is not None and value.startswith("/") and launch.image is not None and re.search(r"[:,]|\.\.", value)
+        ):
+            yield f"{field} is {value!r}, which the container mounts; write it without `:`, `,` and `..`"
 
 
 def _overall(states: Mapping[str, str], code: int | None) -> JobStatus:

@@ -22,15 +22,19 @@ class Entry:
     """A job may wait for another's success (`Job.after`)."""
     groups: bool = False
     """A job may have hosts of two kinds (`launch.generation`)."""
+    token_file: bool = False
+    """Hosts of a job read its token beside the spec."""
 
 
 TARGETS = {
     "local": Entry("nemo_rl_like.launch.local:LocalTarget"),
-    "slurm": Entry("nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True, groups=True),
+    "slurm": Entry(
+        "nemo_rl_like.launch.slurm.target:SlurmTarget", arrays=True, chains=True, groups=True, token_file=True
+    ),
     "kubernetes": Entry("nemo_rl_like.launch.kubernetes.target:KubernetesTarget"),
     "container": Entry("nemo_rl_like.launch.container:ContainerTarget"),
     "nemo-run-local": Entry("nemo_rl_like.launch.nemo_run:NemoRunLocal"),
-    "nemo-run-slurm": Entry("nemo_rl_like.launch.nemo_run:NemoRunSlurm"),
+    "nemo-run-slurm": Entry("nemo_rl_like.launch.nemo_run:NemoRunSlurm", token_file=True),
 }
 
 

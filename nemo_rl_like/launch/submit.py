@@ -156,7 +156,7 @@ def _submit_one(request: Request, *, chained: bool) -> Submission:
         job = _job(request, folder)
         rendered = target.render(job)
         submission.write_files(folder, _specs(job) | dict(rendered.files))
-        if job.spec.launch.hosts > 1 and job.spec.launch.auth == "token":
+        if registry.entry(request.target).token_file and job.spec.launch.hosts > 1 and job.spec.launch.auth == "token":
             token.make(folder)
         record = Record(
             target=request.target,

@@ -141,7 +141,7 @@ def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtyp
     """Logits [row length, vocab] of each row."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     _choose_once(config)
     # Experts one after the other: transformers' grouped products know no float64. Attention too: its fused kernels leave out Gemma 2's cap.
     model = AutoModelForCausalLM.from_pretrained(
@@ -151,6 +151,7 @@ def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtyp
         local_files_only=True,
         experts_implementation="eager",
         attn_implementation="eager",
+        trust_remote_code=False,
     ).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([row])).logits[0] for row in tokens]

@@ -96,8 +96,8 @@ def convert_gguf(gguf: Path, target: Path, *, rms_norm_eps: float, special_token
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     where, file = str(gguf.parent), gguf.name
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file)
-    read = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file, trust_remote_code=False)
+    read = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.float32, trust_remote_code=False)
     values = read.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "architectures"):
         values.pop(key, None)

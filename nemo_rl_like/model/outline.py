@@ -108,7 +108,7 @@ def _of_transformers(folder: Path, refused: InputError) -> TransformersOutline:
     if not file.is_file():
         raise refused
     try:
-        config = AutoConfig.from_pretrained(str(folder))
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise InputError(f"{file}: transformers cannot read it: {error}") from error
     known = {**config.to_dict(), **{name: getattr(config, name, None) for name in _SIZES}}

@@ -119,14 +119,17 @@ def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer
 
     Raises InputError for what transformers cannot read, and for a model whose output head is more than a product.
     """
-    settings = AutoConfig.from_pretrained(str(folder))
+    try:
+        settings = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise InputError(f"{folder}: transformers cannot read its config.json: {error}") from error
     raw = settings.to_dict()
     _refuse(raw, folder)
     attention = "eager" if raw.get("attn_logit_softcapping") else None  # only the plain path caps attention's logits
     more = {} if attention is None else {"attn_implementation": attention}
     with no_init_weights(), _parameters_without_memory():
         try:
-            hf = AutoModelForCausalLM.from_config(settings, dtype=dtype, **more)
+            hf = AutoModelForCausalLM.from_config(settings, dtype=dtype, **more, trust_remote_code=False)
         except ValueError as error:
             raise InputError(
                 f"{folder}: transformers has no causal language model of this config.json: {error}"

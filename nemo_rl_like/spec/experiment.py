@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from nemo_rl_like.spec import fp8
 from nemo_rl_like.spec.backend import policy_problem, stage_problem
@@ -92,6 +93,15 @@ class ExperimentSpec(Spec):
     """Secrets by the environment variable that holds them."""
     launch: LaunchSpec = LaunchSpec()
     """The job that `nrl submit` makes of it; changes no result."""
+
+    @field_validator("output")
+    @classmethod
+    def _names_a_folder(cls, output: str) -> str:
+        if not output or re.search(r"[\x00-\x1f\x7f]", output):
+            raise ValueError(
+                f"{output!r} names no folder: it is empty or has control characters; write a path, for example runs/first"
+            )
+        return output
 
     def for_stage(self, stage: StageSpec) -> ExperimentSpec:
         """The experiment as `stage` sees it: with the blocks of its `settings`; other stages keep the experiment's."""

@@ -72,7 +72,7 @@ class LaunchSpec(Spec):
     lost_after_s: PositiveFloat = 60.0
     """Silence after which a host counts as lost, and a host that lost the first one ends itself, in seconds."""
     auth: Literal["token", "disabled"] = "token"
-    """How hosts know each other: `token`, a secret file of the job; `disabled` on a network that nobody else reaches. One host needs neither."""
+    """Who may use the job's Ray: `token`, who has a secret of the job (on one host the run makes its own); `disabled`, all who reach its ports."""
     addresses: dict[str, str] = Field(default_factory=dict)
     """Address of a host by the name that its scheduler gives it; default: what its name resolves to."""
     ports: PortsSpec = PortsSpec()

@@ -135,9 +135,15 @@ class _Converter:
                 return Node(self.mapping(node), where)
             if isinstance(node, SequenceNode):
                 return Node([self.convert(item) for item in node.value], where)
+            self.check_text(node, where)
             return Node(scalar(node), where)
         finally:
             self.open.discard(id(node))
+
+    def check_text(self, node: yaml.Node, where: Position) -> None:
+        """Refuse what no file could hold again."""
+        if any("\ud800" <= letter <= "\udfff" for letter in str(node.value)):
+            raise _problem(where, "holds half of a surrogate pair, which is no character; write the character itself")
 
     def mapping(self, node: MappingNode) -> dict[str, Node]:
         """The entries of a mapping; each value's place is its key's line."""
@@ -151,6 +157,7 @@ class _Converter:
                 )
             if not isinstance(key_node, ScalarNode) or key_node.tag != _STR:
                 raise _problem(where, "a key must be text; put it in quotes")
+            self.check_text(key_node, where)
             if key_node.value in seen:
                 raise _problem(
                     where, f"key `{key_node.value}` is given twice, first at {seen[key_node.value]}; keep one"

@@ -45,10 +45,15 @@ def check_disk(spec: ExperimentSpec) -> None:
     if sum(needed.values()) > free:
         largest = max(needed, key=lambda name: needed[name])
         raise InputError(
-            f"`output` {output}: checkpoints of this pipeline take {sum(needed.values()) / GIB:.1f} GiB at once, and its disk has "
-            f"{free / GIB:.1f} GiB for them; the largest is stage {largest!r} with {needed[largest] / GIB:.1f} GiB. Set `output` to another "
+            f"`output` {output}: checkpoints of this pipeline take {amount(sum(needed.values()))} at once, and its disk has "
+            f"{amount(free)} for them; the largest is stage {largest!r} with {amount(needed[largest])}. Set `output` to another "
             f"disk, or lower `stages.{largest}.checkpoint.keep_last` and `keep_best`"
         )
+
+
+def amount(count: float) -> str:
+    """Bytes in words: GiB, or MiB of what is less than a tenth of one."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.1f} MiB"
 
 
 def check_memory(spec: ExperimentSpec, stage: StageSpec) -> None:
@@ -67,7 +72,7 @@ def check_memory(spec: ExperimentSpec, stage: StageSpec) -> None:
         needed, there, what = bytes_of_rank * ranks, host_memory(), f"its {ranks} rank(s) together, and this host"
     if there is not None and needed > there:
         raise InputError(
-            f"stage {stage_name(stage)!r}: weights, gradients and optimizer state take {needed / GIB:.1f} GiB on {what} has {there / GIB:.1f} GiB; "
+            f"stage {stage_name(stage)!r}: weights, gradients and optimizer state take {amount(needed)} on {what} has {amount(there)}; "
             "split the model over more ranks (`nrl layout` tells how), train adapters (`policy.lora`), or use a smaller model"
         )
 

@@ -271,10 +271,13 @@ def test_adapter_targets_need_adapters_in_the_spec() -> None:
 
 
 def test_nim_1_and_2_read_other_variables(run_folder: Path, tmp_path: Path) -> None:
-    target = NimTarget(version="1.x", model_name="sums", max_model_len=64)
+    target = NimTarget(version="1.x", model_name="1_000", max_model_len=64)
     write_bundles(ExportSource(checkpoint_of(run_folder)), [(target, tmp_path / "out")], WEIGHTS)
     lines = (tmp_path / "out" / "nim.env").read_text().split()
-    assert {"NIM_FT_MODEL=/bundle/model", "NIM_CUSTOM_MODEL_NAME=sums", "NIM_MAX_MODEL_LEN=64"} <= set(lines)
+    assert {"NIM_FT_MODEL=/bundle/model", "NIM_CUSTOM_MODEL_NAME=1_000", "NIM_MAX_MODEL_LEN=64"} <= set(lines)
+    named = yaml.safe_load((tmp_path / "out" / "evaluator.yaml").read_text())["target"]["api_endpoint"]["model_id"]
+    rails = yaml.safe_load((tmp_path / "out" / "guardrails" / "config.yml").read_text())
+    assert named == rails["models"][0]["model"] == "1_000"
     assert check_bundle(tmp_path / "out").problems == ()
 
 

@@ -30,6 +30,11 @@ class Host:
         with log.open("ab") as stream:
             return subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
 
+    def answers(self, port: int) -> bool:
+        """Whether something listens at this port of the host."""
+        listed = _ip("netns", "exec", self.name, "ss", "--listening", "--tcp", "--numeric", "--no-header")
+        return any(line.split()[3].endswith(f":{port}") for line in listed.splitlines())
+
     def cut(self) -> None:
         """Pull the cable."""
         _ip("link", "set", self.cable, "down")
@@ -68,6 +73,7 @@ def _plug(host: Host, switch: str) -> None:
     _ip(*inside, "route", "add", "default", "via", f"{_NET}.254")
 
 
-def _ip(*words: str) -> None:
+def _ip(*words: str) -> str:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (words, done.stderr)
+    return done.stdout

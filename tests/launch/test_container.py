@@ -91,7 +91,7 @@ def test_a_container_gets_what_the_spec_says_and_may_do_no_more(runtime: str, ma
     assert asked["environment"] == {
         "A": "x=y, z $HOME",
         "HOME": "/home/nrl",
-        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_MODE": "token",
         "HF_TOKEN": "hf_sesame",
     }
     data = {"type": "bind", "source": str(machine.data), "target": str(machine.data)}
@@ -207,6 +207,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"nodes": 2}, "`launch.nodes` is 2"),
     ({"time_limit_min": 60}, "`launch.time_limit_min` is 60"),
     ({"mounts": []}, "`output` is "),
+    ({"mounts": [{"source": "OUTPUT", "target": "OUTPUT"}]}, "`output` is "),
     ({"environment": {"HOME": "/x"}}, "`launch.environment.HOME`"),
     ({"memory_gib_per_node": 4.0}, "`launch.container.shm_gib` is 8"),
 ]
@@ -214,7 +215,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), CASES)
 def test_what_one_container_cannot_honour_is_named(changes: dict[str, Any], message: str, machine: Machine) -> None:
-    (problem,) = ContainerTarget().problems(machine.job(**changes))
+    given = json.loads(json.dumps(changes).replace("OUTPUT", f"{machine.data}/run"))
+    (problem,) = ContainerTarget().problems(machine.job(**given))
     assert problem.startswith(message)
 
 

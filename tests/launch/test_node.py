@@ -79,7 +79,11 @@ def test_a_cluster_that_nobody_wrote_is_refused(text: str) -> None:
 
 def test_one_host_needs_no_token_and_several_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(token.PATH_ENV, raising=False)
-    assert host_of(tmp_path, Place("alone", 1, 0))._environ()["RAY_AUTH_MODE"] == "disabled"
+    for asked, mode in (("token", "token"), ("token", "disabled"), ("disabled", "token")):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        alone = host_of(tmp_path, Place("alone", 1, 0), auth=asked)
+        expected = "token" if asked == mode == "token" else "disabled"
+        assert alone._environ()["RAY_AUTH_MODE"] == expected and alone.token is None
     with pytest.raises(SpecError, match=r"`launch\.auth` is token, and there is no .*RAY_AUTH_TOKEN_PATH"):
         host_of(tmp_path, Place("alone", 2, 0))
     made = token.make(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ FORBIDDEN = {
     "yaml.load": "makes objects of tags",
     "yaml.unsafe_load": "makes objects of tags",
 }
+AUTO = re.compile(r"\bAuto\w+\.from_(pretrained|config)$")
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -40,6 +42,8 @@ def broken(tree: ast.AST) -> Iterator[str]:
             yield f"line {call.lineno}: {name} goes through a shell"
         if given.get("trust_remote_code") not in (None, "False"):
             yield f"line {call.lineno}: {name} lets a model bring code of its own"
+        if AUTO.search(name) and given.get("trust_remote_code") != "False":
+            yield f"line {call.lineno}: {name} without trust_remote_code=False asks whoever sits there whether to run a model's code"
         if name.endswith(".extractall") and given.get("filter") != "'data'":
             yield f"line {call.lineno}: {name} may write outside its folder"
 
@@ -57,6 +61,7 @@ def test_rules_are_kept(file: Path) -> None:
         "torch.load(x, weights_only=False)",
         "subprocess.run(x, shell=True)",
         "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "AutoConfig.from_pretrained(x)",
         "eval(x)",
         "yaml.load(x)",
         "archive.extractall(x)",

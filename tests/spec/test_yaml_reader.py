@@ -59,6 +59,8 @@ def test_scalars_follow_the_core_schema_of_yaml_1_2(text: str, value: Plain) -> 
         ("a: 1\nb: &x [*x]\n", 2, "contains itself"),
         ("a: " + "[" * 200 + "]" * 200, 1, "nested deeper"),
         (BOMB, 5, "aliases expand"),
+        ('a: 1\nb: "\\ud800"\n', 2, "half of a surrogate pair"),
+        ('a: 1\n"\\udcff": 2\n', 2, "half of a surrogate pair"),
     ],
 )
 def test_what_is_refused_is_named_with_its_line(text: str, line: int, words: str) -> None:

@@ -14,6 +14,7 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec
 from nemo_rl_like.stages import capacity
 from nemo_rl_like.stages.capacity import (
+    amount,
     check_disk,
     check_memory,
     checkpoint_bytes,
@@ -78,8 +79,13 @@ def test_a_disk_that_holds_the_checkpoints_to_the_byte_is_enough(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, needed))
     check_disk(spec)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, needed - 1))
-    with pytest.raises(InputError, match=r"`output` .* the largest is stage 'sft'.*keep_last"):
+    with pytest.raises(InputError, match=r"`output` .* the largest is stage 'sft'.*keep_last") as caught:
         check_disk(spec)
+    assert " 0.0 " not in str(caught.value)
+
+
+def test_amounts_are_told_in_units_in_which_they_are_not_nothing() -> None:
+    assert [amount(n) for n in (3 << 30, 150 << 20, 3_000_000)] == ["3.0 GiB", "0.1 GiB", "2.9 MiB"]
 
 
 def test_what_the_run_has_written_before_counts_as_room(spec: ExperimentSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def helper_objects(job: Job) -> list[Manifest]:
 
 
 def token_object(job: Job, token: str) -> Manifest | None:
-    """The Secret with the token of the job's Ray ports; None where they need none. Never written to a file."""
+    """The Secret with the token of the job's Ray ports; None where no host needs one. Never written to a file."""
     if not has_token(job):
         return None
     name = names.token_secret(names.object_name(job))

@@ -39,14 +39,14 @@ def selector(job: Job) -> dict[str, str]:
 
 
 def has_token(job: Job) -> bool:
-    """Whether the job's Ray ports ask for a token: where other hosts reach them."""
+    """Whether hosts need a token from the submission; a run on one host makes its own."""
     launch = job.spec.launch
-    return launch.nodes > 1 or launch.kubernetes.shape in ("rayjob", "raycluster")
+    return launch.auth == "token" and (launch.nodes > 1 or launch.kubernetes.shape in ("rayjob", "raycluster"))
 
 
 def reserved_variables(job: Job) -> dict[str, str]:
     """Variables that the pods get whatever the spec says."""
-    variables = {"HOME": names.HOME, "RAY_AUTH_MODE": "token" if has_token(job) else "disabled"}
+    variables = {"HOME": names.HOME, "RAY_AUTH_MODE": job.spec.launch.auth}
     if has_token(job):
         variables["RAY_AUTH_TOKEN_PATH"] = f"{names.TOKEN_FOLDER}/{names.TOKEN_KEY}"
     return variables

@@ -74,11 +74,11 @@ def _folders(spec: ExperimentSpec) -> Iterator[str]:
     claims = spec.launch.kubernetes.claims
     written = [PurePosixPath(c.path) for c in claims if not c.read_only]
     output = PurePosixPath(spec.output)
-    if not output.is_absolute() or ".." in output.parts or not any(output.is_relative_to(p) for p in written):
+    if not output.is_absolute() or ".." in output.parts or not any(p in output.parents for p in written):
         there = ", ".join(map(str, written)) or "none"
         yield (
-            f"`output` is {spec.output!r}, which ends with the pod; write an absolute path in a volume that can be written "
-            f"(`launch.kubernetes.claims`: {there})"
+            f"`output` is {spec.output!r}, and it or the folder {output.name}.jobs beside it would end with the pod; write an absolute path below "
+            f"that of a volume which can be written (`launch.kubernetes.claims`: {there})"
         )
     own = [*names.SCRATCH.values(), names.SHM, names.SPEC_FOLDER, names.TOKEN_FOLDER]
     for path, count in Counter(str(PurePosixPath(c.path)) for c in claims).items():

@@ -9,6 +9,7 @@ from nemo_rl_like.launch.kubernetes.pod import (
     Manifest,
     command,
     container_security,
+    has_token,
     labels,
     pod_security,
     pod_template,
@@ -101,7 +102,7 @@ def _cluster(job: Job) -> Manifest:
     others = job.spec.launch.nodes - 1
     body: Manifest = {
         "rayVersion": RAY_VERSION,
-        "authOptions": {"mode": "token", "secretName": names.token_secret(names.object_name(job))},
+        "authOptions": _authentication(job),
         "enableInTreeAutoscaling": False,
         "headGroupSpec": {"rayStartParams": _start_parameters(job), "template": _ray_pod(job, "ray-head")},
     }
@@ -117,6 +118,12 @@ def _cluster(job: Job) -> Manifest:
             }
         ]
     return body
+
+
+def _authentication(job: Job) -> Manifest:
+    if not has_token(job):
+        return {"mode": "disabled"}
+    return {"mode": "token", "secretName": names.token_secret(names.object_name(job))}
 
 
 def _start_parameters(job: Job) -> dict[str, str]:

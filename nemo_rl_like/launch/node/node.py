@@ -265,11 +265,11 @@ class _Host:
         )
 
     def _auth(self) -> Literal["token", "disabled"]:
-        """Ray's mode: that of a Ray which runs already, or of this environment on one host, whose driver makes a token; else as asked."""
+        """Ray's mode: that of a Ray which runs already; else as asked, or on one host, whose driver makes a token, none where this environment says so."""
         mode: Literal["token", "disabled"] = "token" if os.environ.get("RAY_AUTH_MODE") == "token" else "disabled"
         if self.place.ray_address is not None:
             return mode if os.environ.get(token.PATH_ENV) else "disabled"
-        if self.place.nodes == 1:
+        if self.place.nodes == 1 and self.launch.auth == "token":
             return mode
         return self.launch.auth
 

@@ -60,6 +60,8 @@ def problems(job: Job) -> list[str]:
             found.append(
                 f"{field} leads to {str(path)!r}, and a Slurm script takes letters, digits and ./@+=:_- in paths; choose another"
             )
+        elif launch.image is not None and (":" in str(path) or ".." in path.parts):
+            found.append(f"{field} leads to {str(path)!r}, which the container mounts; write it without `:` and `..`")
     if launch.image is None and launch.mounts:
         found.append(
             "`launch.mounts` is given without `launch.image`: no container sees them; leave them out, or name an image"

@@ -179,6 +179,26 @@ def test_no_value_of_a_secret_is_rendered(shape: str, monkeypatch: pytest.Monkey
     assert "'secretKeyRef': {'name': 'hub', 'key': 'token'}" in str(pods(main_objects(job)[0]))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("auth", ["token", "disabled"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_hosts_that_must_know_each_other_get_a_token_where_the_spec_asks_for_one(
+    shape: str, auth: str, nodes: int
+) -> None:
+    """A run on one host makes its own: no pod's Ray is open to the cluster."""
+    made = objects(make_job(nodes=nodes, retries=0, auth=auth, kubernetes={"shape": shape}))
+    for manifest in made:
+        check(manifest)
+    asked = auth == "token" and (nodes > 1 or "ray" in shape)
+    assert any(m["kind"] == "Secret" for m in made) == asked
+    hosts = [p for m in made for p in pods(m) if p["containers"][0]["name"] != "submitter"]
+    for pod in hosts:
+        variables = {v["name"]: v["value"] for v in pod["containers"][0]["env"]}
+        assert variables["RAY_AUTH_MODE"] == auth and ("RAY_AUTH_TOKEN_PATH" in variables) == asked
+        assert any("secret" in v for v in pod["volumes"]) == asked
+    assert ("secretName" in str(made)) == asked and ("'mode': 'token'" in str(made)) == (asked and "ray" in shape)
+
+
 HOSTILE = [
     "1e3", "0o7", "on", "NO", "y", "~", "1_000", "0x1F", "12:30:45", "<<", "=", "- a\n- b", "a: b", "# x", "{{.}}", "$(HOME)", "$$", "$", "2001-01-01",
     " lead", "trail ", "\ttab", "a\n\n", "\n", "'", '"', "\\n", "\x85", "\u2028", "\ufeff", "!!python/object", "&a", "*a", "---", "...", "%YAML", "0.", ".5",

@@ -34,7 +34,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("shm", {"memory_gib_per_node": 8.0}, "`launch.kubernetes.shm_gib` is 8, and its pages count"),
     ("store", {"kubernetes": {"shm_gib": 0.5}}, "`cluster.object_store_gib` is 1"),
-    ("output", {"kubernetes": {"claims": []}}, "`output` is '/data/run', which ends with the pod"),
+    ("output", {"kubernetes": {"claims": []}}, "`output` is '/data/run', and it or the folder run.jobs beside it"),
     ("output-read", {"kubernetes": {"claims": [{**CLAIM, "read_only": True}]}}, "`output` is '/data/run'"),
     ("path-twice", {"kubernetes": {"claims": [CLAIM, {"claim": "b", "path": "/data/"}]}}, "has the path /data 2 times"),
     ("path-taken", {"kubernetes": {"claims": [CLAIM, {"claim": "b", "path": "/home"}]}}, "the path /home, which the job itself uses"),
@@ -60,7 +60,7 @@ def test_a_spec_that_no_map_holds_is_a_problem(monkeypatch: pytest.MonkeyPatch) 
     assert problem.startswith("the spec has ")
 
 
-@pytest.mark.parametrize("output", ["runs/x", "/other/run", "/data/../etc", "/workshop"])
+@pytest.mark.parametrize("output", ["runs/x", "/other/run", "/data/../etc", "/workshop", "/data"])
 def test_an_output_outside_of_the_volumes_is_a_problem(output: str) -> None:
     spec = make_spec({"image": "x", "kubernetes": {"claims": [CLAIM]}}, output=output)
     (problem,) = KubernetesTarget().problems(replace(make_job(), spec=spec))

@@ -14,10 +14,11 @@ import pytest
 from nemo_rl_like.artifacts.errors import SubmitError
 from nemo_rl_like.launch.kubernetes.names import object_name
 from nemo_rl_like.launch.kubernetes.target import KubernetesTarget
+from nemo_rl_like.launch.submit import Request, submit
 from nemo_rl_like.launch.target import Job, JobStatus
 from tests.launch.kubernetes.api_server import FORBIDDEN, ApiServer, serving, write_kubeconfig
 from tests.launch.kubernetes.controllers import Outcome
-from tests.launch.kubernetes.jobs import SHAPES, make_job
+from tests.launch.kubernetes.jobs import IMAGE, SHAPES, make_job, make_spec
 
 TINY = object_name(make_job())
 HERE = Path("/submissions/0001")
@@ -197,6 +198,19 @@ def test_several_hosts_get_a_token_that_no_file_holds(serve: Serve) -> None:
     assert len(tokens) == 2
 
 
+def test_a_submission_keeps_no_token_on_this_machine(serve: Serve, tmp_path: Path) -> None:
+    server = serve()
+    spec = make_spec(
+        {"image": IMAGE, "nodes": 2, "kubernetes": {"claims": [{"claim": "work", "path": str(tmp_path)}]}},
+        output=f"{tmp_path}/run",
+    )
+    (made,) = submit(Request(spec, "kubernetes", tmp_path))
+    (secret,) = (o for (kind, _, _), o in server.objects.items() if kind == "secrets")
+    assert sorted(p.name for p in made.folder.iterdir()) == ["kubernetes.yaml", "record.json", "spec.yaml"]
+    token = secret["stringData"]["auth_token"].encode()
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and token in p.read_bytes()]
+
+
 def test_processes_get_the_variables_of_the_spec(serve: Serve) -> None:
     server = serve()
     job = make_job(
@@ -205,7 +219,7 @@ def test_processes_get_the_variables_of_the_spec(serve: Serve) -> None:
     wait_for(start(job), "done")
     (variables,) = server.kubelet.environments.values()
     assert variables["PRICE"] == "$(HOME) $$5 $" and variables["T"] == "<s/k>"
-    assert variables["NRL_HEAD_HOST"] == f"{TINY}-0.{TINY}.default.svc" and variables["RAY_AUTH_MODE"] == "disabled"
+    assert variables["NRL_HEAD_HOST"] == f"{TINY}-0.{TINY}.default.svc" and variables["RAY_AUTH_MODE"] == "token"
 
 
 def test_a_name_that_is_taken_is_told_and_nothing_is_left(serve: Serve) -> None:
