@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from peer import provenance, write_json
 
-from nemo_rl_like.weights.network import Offer, WeightMirror, WeightServer
+from nemo_rl_like.weights.network import WeightMirror, WeightServer
 from nemo_rl_like.weights.shared_memory import SharedMemorySender, read
 
 TENSORS = 64
@@ -46,6 +46,8 @@ def main() -> int:
         fetch, hashed = here.recv()
         seconds["fetch"].append(fetch)
         seconds["read"].append(hashed)
+    here.send(None)
+    process.join()
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     result = {
         "what": f"{options.mib} MiB in {TENSORS} tensors over the loopback; seconds, and ratios to one memory copy",
@@ -58,10 +60,9 @@ def main() -> int:
 
 
 def receive(connection: Connection) -> None:
-    """The other host: fetches each offer and hashes what came; answers with the seconds of both."""
+    """The other host: fetches each offer and hashes what came; answers with the seconds of both, until None comes."""
     mirror = WeightMirror()
-    while True:
-        offer: Offer = connection.recv()
+    while (offer := connection.recv()) is not None:
         started = time.perf_counter()
         handle = mirror.fetch(offer, "127.0.0.2").handle
         fetch = time.perf_counter() - started
