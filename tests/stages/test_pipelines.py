@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ def tiny(name: str, output: Path, monkeypatch: pytest.MonkeyPatch, *changes: str
     stages = [(stage.name or stage.kind, stage.kind) for stage in load_spec(path).stages]
     few = [f"stages.{n}.{line}" for n, kind in stages for line in (*STEPS.get(kind, ()), *OWN.get(n, ()))]
     return load_spec(path, [*(changes or TINY), *SMALL, f"output={output}", *few])
+
+
+def accuracies(run: Path) -> dict[str, float]:
+    """Held-out greedy accuracy of each checkpoint that the run's evaluations name."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in run.glob("*/report/report.json")]
+    return {name: found["metrics"]["eval/accuracy"] for report in reports for name, found in report["results"].items()}
 
 
 def ran(spec: ExperimentSpec) -> dict[str, str]:
@@ -125,3 +132,25 @@ def test_adapters_are_merged_for_triton_and_exported_beside(tmp_path: Path, monk
     merged = AutoModelForCausalLM.from_pretrained(config.parent)
     ids = torch.arange(4, 12)[None]
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(3000)
+def test_the_three_stage_classic_learns_at_full_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    ran(load_spec(ROOT / "configs/pipelines/rlhf.yaml", [f"output={tmp_path / 'out'}"]))
+    found = accuracies(tmp_path / "out")
+    assert found["ppo"] > found["sft"] + 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(3000)
+def test_a_student_comes_near_its_teacher_at_full_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    ran(load_spec(ROOT / "configs/pipelines/distil_reasoner.yaml", [f"output={tmp_path / 'out'}"]))
+    found = accuracies(tmp_path / "out")
+    assert found["teacher"] > found["teacher_sft"] + 0.2
+    assert found["student"] > found["student_sft"] + 0.2
+    assert found["student"] > found["teacher"] - 0.05
