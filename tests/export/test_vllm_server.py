@@ -35,12 +35,12 @@ def greedy(weights: Path) -> list[tuple[int, ...]]:
     return trainers(weights, rows, rows, TOKENS)[2]
 
 
-def test_the_engine_arguments_that_pass_are_vllms() -> None:
+def test_the_engine_arguments_that_pass_are_vllms(tmp_path: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} >= ENGINE_FIELDS
     target = TritonVllmTarget(max_model_len=64, max_batch=4, kv_cache_gib=0.05, adapters={"a": "x"})
-    AsyncEngineArgs(**engine_arguments(target, 4))
+    AsyncEngineArgs(**engine_arguments(target, 4) | {"model": str(tmp_path)})
 
 
 def test_vllms_own_server_serves_the_folder_and_the_adapter(bundles: Path, run_folder: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_stages_are_dependent_jobs_and_after_one_that_failed_the_next_never_runs
         (tmp_path / "fails").touch()
         failed = submitter.submit(tmp_path / "second")
         assert failed.returncode == 3 and "failed (0-rl failed" in failed.stdout, failed.stdout + failed.stderr
-        assert submitter.state(3) == "0-rl FAILED"
+        wait_until(lambda: submitter.state(3) == "0-rl FAILED", lambda: submitter.state(3), seconds=30)
         assert submitter.nrl("cancel", str(tmp_path / "second")).returncode == 0
         wait_until(lambda: slurm.call("squeue", "--noheader") == "", lambda: slurm.call("squeue"))
         wait_until(lambda: submitter.state(4) == "1-evaluate CANCELLED", lambda: submitter.state(4), seconds=30)
