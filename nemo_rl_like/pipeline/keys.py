@@ -106,6 +106,8 @@ def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:
     hashes: dict[str, JSON] = {}
     if spec.model.path is not None:
         hashes["model.path"] = fingerprint_path(_existing("model.path", spec.model.path))
+    if spec.model.adapter is not None:
+        hashes["model.adapter"] = fingerprint_path(_existing("model.adapter", spec.model.adapter))
     if spec.model.tokenizer is not None and spec.model.tokenizer.path is not None:
         hashes["model.tokenizer.path"] = hash_path(_existing("model.tokenizer.path", spec.model.tokenizer.path))
     return _flat("model", spec.model.model_dump(mode="json")) | _flat("file", hashes)

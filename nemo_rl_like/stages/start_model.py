@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +15,15 @@ from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SINGLE
+from nemo_rl_like.model.merged_reader import link_merged
 from nemo_rl_like.model.outline import Outline, outline_of
+from nemo_rl_like.model.peft_config import other_base
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.store import copy_side_files, kept_beside
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.tensors.shards import INDEX
+
+logger = logging.getLogger(__name__)
 
 BASE = "base"
 WEIGHTS = "weights"
@@ -68,7 +73,7 @@ def start_model(spec: ExperimentSpec, folder: Path, checkpoint: Artifact | None)
     if model.init is not None:
         return _from_scratch(spec, folder / BASE)
     source = Path(str(model.path))
-    if model.tokenizer is None and model.rope_scaling is None:
+    if model.tokenizer is None and model.rope_scaling is None and model.adapter is None:
         return _found(source)
     return _changed(spec, source, folder / BASE)
 
@@ -110,7 +115,7 @@ def _from_scratch(spec: ExperimentSpec, folder: Path) -> StartModel:
 
 
 def _changed(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
-    """The source's configuration and weights (linked, not copied) with another tokenizer or stretched positions."""
+    """The source's configuration and weights (linked, not copied) with adapters, another tokenizer or stretched positions."""
     model = spec.model
     folder.mkdir(parents=True, exist_ok=True)
     copy_side_files(source, folder)
@@ -121,6 +126,12 @@ def _changed(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
         file = folder / "config.json"
         raw = {**json.loads(file.read_text(encoding="utf-8")), **config.positions_to_hf_dict()}
         file.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    if model.adapter is not None:
+        told = other_base(source, Path(model.adapter))
+        if told is not None:
+            logger.warning(told)
+        link_merged(folder, source, Path(model.adapter))
+        return _found(folder)
     for file in source.iterdir():
         if file.suffix == ".safetensors" or file.name in (INDEX, SINGLE):
             link = folder / file.name
