@@ -21,7 +21,9 @@ from nemo_rl_like.model.merged_reader import open_weights
 class MergedLoader(DefaultModelLoader):
     """vLLM's own loader, fed with merged tensors, one at a time."""
 
-    def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Generator[tuple[str, Tensor], None, None]:
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Generator[tuple[str, Tensor], None, None]:
         """See `DefaultModelLoader`."""
         with open_weights(model_config.model) as weights:
             for name in weights.keys():

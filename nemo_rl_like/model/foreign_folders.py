@@ -59,8 +59,8 @@ def _base_beside_adapters(folder: Path, field: str) -> str | None:
     if not (folder / _VERL_LORA / _ADAPTER_CONFIG).is_file():
         return None
     return (
-        f"holds a base model and, in {_VERL_LORA}/, adapters that were trained over it, as verl's merger leaves them; {_both(folder / _VERL_LORA, folder, field)}, "
-        f"or move {_VERL_LORA}/ away to start from the base"
+        f"holds a base model and, in {_VERL_LORA}/, adapters that were trained over it, as verl's merger leaves them; "
+        f"move {_VERL_LORA}/ away to start from the base, or {_both(folder / _VERL_LORA, folder, field)}"
     )
 
 
@@ -81,7 +81,7 @@ def _both(adapters: Path, base: Path | str, field: str) -> str:
     """What makes one model of adapters and base: two lines of the spec's `model` block, or a folder for other fields."""
     if field == MODEL_PATH:
         where = "" if Path(base).is_dir() else f" ({str(base)!r} is no folder here: give the one that has it)"
-        return f"write both in the spec's `model` block{where}:\n  path: {_yaml(base)}\n  adapter: {_yaml(adapters)}\n"
+        return f"write both in the spec's `model` block{where}:\n  path: {_yaml(base)}\n  adapter: {_yaml(adapters)}"
     return f"merge them first (`{shlex.join(('nrl', 'model', 'merge', str(base), str(adapters), 'MERGED'))}`) and give MERGED"
 
 

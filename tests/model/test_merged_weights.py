@@ -28,7 +28,10 @@ from tests.model import tiny
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8]]
 KEY = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-PATTERNS = {"rank_pattern": {"q_proj": 2, r"layers\.1\..*\.up_proj": 5}, "alpha_pattern": {"layers.0.self_attn.q_proj": 3}}
+PATTERNS = {
+    "rank_pattern": {"q_proj": 2, r"layers\.1\..*\.up_proj": 5},
+    "alpha_pattern": {"layers.0.self_attn.q_proj": 3},
+}
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "every linear layer": ("llama", {"target_modules": "all-linear"}),
@@ -255,7 +258,10 @@ def test_other_kinds_of_adapters_are_refused(config: PeftConfig, folders: dict[s
     ("settings", "words"),
     [
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "changes the embedding alone"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "'lm_head.weight', which .*llama_tied does not"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            "'lm_head.weight', which .*llama_tied does not",
+        ),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head.weight', which .*llama_tied does not have"),
     ],
 )
