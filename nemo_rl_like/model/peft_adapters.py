@@ -183,7 +183,7 @@ class PeftAdapters:
         if lost:
             there = next(iter(found.keys.values()))
             raise InputError(f"{self.file} has {there!r} without its lora_{lost[0].upper()}; save the adapters again")
-        parameter = self._parameter_of(module)
+        parameter = self.parameter_of(module)
         if parameter is None:
             if f"{module}{_WEIGHT}" in names:
                 yield f"{module}{_WEIGHT}", self._of_matrix(module, found, base)
@@ -264,7 +264,7 @@ class PeftAdapters:
             raise InputError(f"{self.file}: {key!r} {what}, which is not read; train without `use_dora` there")
         return key
 
-    def _parameter_of(self, module: str) -> str | None:
+    def parameter_of(self, module: str) -> str | None:
         """The parameter of experts that PEFT adapts as such (`target_parameters`); None: the module's weight.
 
         PEFT wraps one after the other around the module, so `.base_layer` tells which it is.

@@ -73,6 +73,9 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     values |= model_ingredients(spec)
     if isinstance(stage, TRAINING_STAGES) and spec.policy.lora is not None:
         values |= _flat("policy.lora", spec.policy.lora.model_dump(mode="json"))
+        if spec.policy.lora.path is not None:
+            content = fingerprint_path(_existing("policy.lora.path", spec.policy.lora.path))
+            values |= _flat("file.policy.lora.path", content)
     if isinstance(stage, TRAINING_STAGES) and spec.policy.adapter is not None:
         values |= _flat("policy.adapter", spec.policy.adapter.model_dump(mode="json"))
     if uses_environment(stage) and spec.environment is not None:

@@ -82,8 +82,10 @@ def _launch(spec: ExperimentSpec, seconds: float) -> Iterator[str]:
 
 
 def _adapter(spec: ExperimentSpec) -> Iterator[str]:
-    models = dict.fromkeys((s.model.path, s.model.adapter) for s in map(spec.for_stage, spec.stages))
-    for path, adapter in models:
+    seen = [spec.for_stage(stage) for stage in spec.stages]
+    merged = [(one.model.path, one.model.adapter) for one in seen]
+    gone_on = [(one.model.path, one.policy.lora.path) for one in seen if one.policy.lora is not None]
+    for path, adapter in dict.fromkeys([*merged, *gone_on]):
         if path is None or adapter is None:
             continue
         try:

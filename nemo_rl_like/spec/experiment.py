@@ -211,6 +211,11 @@ class ExperimentSpec(Spec):
             self._check_no_weights_are_needed(self.policy.adapter.noun)
         if self.model.adapter is not None:
             self._check_adapters_have_a_base(name)
+            if self.policy.lora is not None and self.policy.lora.path == self.model.adapter:
+                raise ValueError(
+                    f"`model.adapter` and `policy.lora.path` are both {self.model.adapter!r}, whose adapters would count twice; leave `model.adapter` out to go "
+                    "on training them, or `policy.lora.path` to train new ones over them"
+                )
         return self
 
     def _check_adapters_have_a_base(self, name: str) -> None:

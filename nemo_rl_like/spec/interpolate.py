@@ -14,6 +14,7 @@ ENV_ALLOWED = (
     "model.path",
     "model.adapter",
     "model.tokenizer.path",
+    "policy.lora.path",
     "cluster.address",
     "environment.reward",
     "environment.prompts",

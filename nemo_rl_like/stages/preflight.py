@@ -20,6 +20,7 @@ from nemo_rl_like.model.bottleneck import check_bottleneck
 from nemo_rl_like.model.foreign_folders import require_model_folder
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.lora_map import check_targets
+from nemo_rl_like.model.lora_start import check_start
 from nemo_rl_like.model.merged_reader import MergedReader, open_weights
 from nemo_rl_like.model.nf4_map import check_nf4
 from nemo_rl_like.model.outline import Outline
@@ -106,6 +107,7 @@ def _check_shape(spec: ExperimentSpec) -> None:
         )
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
+        check_start(config, spec.policy.lora)
         if spec.policy.lora.base is not None:
             check_nf4(config, spec.policy.layout)
     if isinstance(spec.policy.adapter, PromptTuningSpec):

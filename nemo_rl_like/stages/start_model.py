@@ -21,6 +21,7 @@ from nemo_rl_like.model.peft_config import other_base
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.store import copy_side_files, kept_beside
 from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.tensors.shards import INDEX
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class StartModel:
     initialize: int | None
     """Seed of a model from scratch; None: the folder has weights."""
     config: Outline
+    trained: bool = False
+    """A stage has made it: what the spec says of its start is behind it."""
     beside: Path | None = None
     """Checkpoint that holds what no weights can; None: they are the whole model."""
 
@@ -67,12 +70,14 @@ def start_model(spec: ExperimentSpec, folder: Path, checkpoint: Artifact | None)
     """
     if checkpoint is not None:
         if kept_beside(checkpoint.path) is not None:
-            return replace(_found(checkpoint.path / WEIGHTS), beside=checkpoint.path)
-        return _found(weights_of(checkpoint))
+            return replace(_found(checkpoint.path / WEIGHTS), trained=True, beside=checkpoint.path)
+        return replace(_found(weights_of(checkpoint)), trained=True)
     model = spec.model
     if model.init is not None:
         return _from_scratch(spec, folder / BASE)
     source = Path(str(model.path))
+    if spec.policy.lora is not None and spec.policy.lora.path is not None:
+        _tell_base(source, Path(spec.policy.lora.path))
     if model.tokenizer is None and model.rope_scaling is None and model.adapter is None:
         return _found(source)
     return _changed(spec, source, folder / BASE)
@@ -80,7 +85,21 @@ def start_model(spec: ExperimentSpec, folder: Path, checkpoint: Artifact | None)
 
 def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
     """The trainable model on ranks of its own, with the adapters of `policy.lora` where they are asked for."""
-    return Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize, adapter_seed=spec.seed)
+    return Policy.start(
+        session,
+        _adapters_of(spec.policy, model),
+        model.folder,
+        spec.model.dtype,
+        model.initialize,
+        adapter_seed=spec.seed,
+    )
+
+
+def _adapters_of(policy: PolicySpec, model: StartModel) -> PolicySpec:
+    """The policy block for this start: weights of an earlier stage hold the adapters that it went on from, so new ones are put on them."""
+    if policy.lora is None or not model.trained:
+        return policy
+    return policy.model_copy(update={"lora": policy.lora.model_copy(update={"path": None})})
 
 
 def sampled_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
@@ -90,6 +109,12 @@ def sampled_policy(session: RaySession, spec: ExperimentSpec, model: StartModel)
     if model.beside is not None:
         policy.load(model.beside)
     return policy
+
+
+def _tell_base(source: Path, adapter: Path) -> None:
+    told = other_base(source, adapter)
+    if told is not None:
+        logger.warning(told)
 
 
 def _found(folder: Path) -> StartModel:
@@ -127,9 +152,7 @@ def _changed(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
         raw = {**json.loads(file.read_text(encoding="utf-8")), **config.positions_to_hf_dict()}
         file.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     if model.adapter is not None:
-        told = other_base(source, Path(model.adapter))
-        if told is not None:
-            logger.warning(told)
+        _tell_base(source, Path(model.adapter))
         link_merged(folder, source, Path(model.adapter))
         return _found(folder)
     for file in source.iterdir():
