@@ -87,7 +87,7 @@ def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -
     """The trainable model on ranks of its own, with the adapters of `policy.lora` where they are asked for."""
     return Policy.start(
         session,
-        _adapters_of(spec.policy, model),
+        adapters_of(spec.policy, model),
         model.folder,
         spec.model.dtype,
         model.initialize,
@@ -95,7 +95,7 @@ def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -
     )
 
 
-def _adapters_of(policy: PolicySpec, model: StartModel) -> PolicySpec:
+def adapters_of(policy: PolicySpec, model: StartModel) -> PolicySpec:
     """The policy block for this start: weights of an earlier stage hold the adapters that it went on from, so new ones are put on them."""
     if policy.lora is None or not model.trained:
         return policy
