@@ -440,13 +440,29 @@ def check_model(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel stages.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
+    adapter: Annotated[
+        Path | None, typer.Option(help="PEFT folder whose adapters are merged into it; compared with PEFT's own.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the Megatron model built from a folder with Hugging Face's, and its round trip."""
     from nemo_rl_like.cli.commands import model as command
 
-    if not command.check(folder, tp, pp, ep, as_json=as_json):
+    if not command.check(folder, tp, pp, ep, adapter, as_json=as_json):
         raise typer.Exit(1)
+
+
+@models.command("merge")
+def merge_model(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="Hugging Face folder.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="PEFT folder of LoRA adapters over it.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; new or empty.")],
+    shard_gib: Annotated[float, typer.Option(help="Largest weight file, in GiB.")] = 4.0,
+) -> None:
+    """Write a base with adapters merged into it as one Hugging Face folder, a shard of it in memory at a time."""
+    from nemo_rl_like.cli.commands import model as command
+
+    command.merge(base, adapter, target, shard_gib)
 
 
 @tokenizers.command("train")

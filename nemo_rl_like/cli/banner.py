@@ -74,7 +74,7 @@ def _layout(spec: ExperimentSpec) -> str:
 def _model(spec: ExperimentSpec) -> str:
     init = spec.model.init
     if init is None:
-        return str(spec.model.path)
+        return str(spec.model.path) + (f" with {spec.model.adapter}" if spec.model.adapter else "")
     return f"{init.family} from scratch, {init.layers} layers x {init.hidden_size}"
 
 

@@ -48,7 +48,10 @@ def _section(title: str, lines: list[str]) -> str:
 def _base(spec: ExperimentSpec | None) -> str:
     if spec is None:
         return "Not known: the checkpoint was exported without its run."
-    return f"`{spec.model.path}`" if spec.model.path is not None else "None: trained from scratch."
+    if spec.model.path is None:
+        return "None: trained from scratch."
+    merged = f", with the adapters of `{spec.model.adapter}` merged into it" if spec.model.adapter is not None else ""
+    return f"`{spec.model.path}`{merged}"
 
 
 def _method(spec: ExperimentSpec | None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,13 +18,14 @@ from nemo_rl_like.checkpoint.shards import disk_full_named
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import load_tokenizer
 from nemo_rl_like.export.folders import copy_side_files, whole
-from nemo_rl_like.export.hf_layout import ADAPTER_FILE, CONFIG, GENERATION, TOKENIZER
+from nemo_rl_like.export.hf_layout import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, GENERATION, TOKENIZER
 from nemo_rl_like.export.problems import Problem, require_none
 from nemo_rl_like.model import lora_stacked, prefix
 from nemo_rl_like.model.hf_copy import StoredTensor, copy_weights, pieces, stored_tensors
 from nemo_rl_like.model.hf_io import SafetensorsReader, copy_tokenizer
 from nemo_rl_like.model.virtual_tokens import PROMPT
 from nemo_rl_like.model.weight_entries import PREFIX
+from nemo_rl_like.policy.store import BASE_ADAPTER
 
 _GIB = 1 << 30
 
@@ -111,11 +113,18 @@ def copy_adapters(checkpoint: Path, folder: Path) -> None:
 
 
 def adapters_of(checkpoint: Path) -> Path:
-    """The folder of a checkpoint's adapters. Raises InputError if it has none."""
+    """The folder of a checkpoint's adapters. Raises InputError if it has none, and if no folder holds the base that they belong to."""
     source = checkpoint / ADAPTER
     if not source.is_dir():
         raise InputError(
             f"{checkpoint} has no adapters: its run trained the whole model; leave `adapter` out, or train with `policy.lora` or `policy.adapter`"
+        )
+    said = json.loads((source / ADAPTER_CONFIG).read_bytes())
+    if BASE_ADAPTER in said:
+        base, merged = said["base_model_name_or_path"], said[BASE_ADAPTER]
+        raise InputError(
+            f"{source}: its adapters belong to {base} with {merged} merged (`model.adapter`), which no folder holds; export the whole model, or "
+            f"train over `{shlex.join(('nrl', 'model', 'merge', base, merged, 'MERGED'))}` as `model.path`"
         )
     return source
 

@@ -20,8 +20,9 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation import vllm_plugin
 from nemo_rl_like.generation.segments import descendants, mapped_inodes, names_restored, unlink_segments
 from nemo_rl_like.generation.types import Completion, Request, Sampling, StopReason, SyncReport
-from nemo_rl_like.generation.vllm_report import WorkerReport
+from nemo_rl_like.generation.vllm_report import MERGED_FORMAT, WorkerReport
 from nemo_rl_like.model import runtime
+from nemo_rl_like.model.merged_reader import merged_of, open_weights
 from nemo_rl_like.model.outline import Outline, outline_of
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.spec.model import DType
@@ -169,6 +170,7 @@ class VllmEngine:
 
         args = AsyncEngineArgs(
             model=folder,
+            load_format="auto" if merged_of(Path(folder)) is None else MERGED_FORMAT,
             skip_tokenizer_init=True,
             generation_config="vllm",
             dtype=dtype,
@@ -369,6 +371,9 @@ def _weight_names(folder: Path, config: Outline) -> set[str]:
     Raises InputError if the folder has no safetensors.
     """
     names: set[str] = set()
+    if merged_of(folder) is not None:
+        with open_weights(folder) as weights:
+            names.update(weights.keys())
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             names.update(tensors.keys())

@@ -1,9 +1,12 @@
-"""What a vLLM worker tells the engine after a weight update."""
+"""What the engine and its vLLM workers say to each other: a load format, and the report of a weight update."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+
+MERGED_FORMAT = "nrl_merged"
+"""vLLM's `load_format` for a folder whose weights are merged as they are read; see `vllm_loader`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 
+from nemo_rl_like.generation import vllm_loader  # noqa: F401  # registers its load format
 from nemo_rl_like.generation.vllm_report import WorkerReport
 from nemo_rl_like.weights.errors import WeightSyncError
 from nemo_rl_like.weights.manifest import compare

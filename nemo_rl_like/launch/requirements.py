@@ -47,9 +47,9 @@ def paths(spec: ExperimentSpec, field: str, folders: Collection[str]) -> Iterato
 
 
 def _paths(value: JSON, where: str) -> Iterator[tuple[str, str]]:
-    """Values of all fields `path` and `paths`, with their place."""
+    """Values of all fields that name files or folders, with their place."""
     if isinstance(value, str):
-        if where.rsplit(".", 1)[-1].partition("[")[0] in ("path", "paths", "prompts"):
+        if where.rsplit(".", 1)[-1].partition("[")[0] in ("path", "paths", "prompts", "adapter"):
             yield where, value
     elif isinstance(value, Mapping):
         for key, below in value.items():

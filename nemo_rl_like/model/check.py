@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,12 +21,14 @@ from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.artifacts.ports import free_port
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.merged_reader import MergedReader, link_merged
 from nemo_rl_like.model.outline import Outline
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.policy import LayoutSpec
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TINY_TOLERANCE = 1e-5
 """Largest logit difference that is always allowed."""
@@ -75,9 +78,18 @@ class CheckReport:
 
 
 def check_folder(
-    folder: str | Path, tp: int = 1, pp: int = 1, ep: int = 1, *, seed: int = 0, timeout_s: float = 900.0
+    folder: str | Path,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    *,
+    adapter: Path | None = None,
+    seed: int = 0,
+    timeout_s: float = 900.0,
 ) -> CheckReport:
     """Compare a Hugging Face folder as loaded here on tp * pp * ep ranks with transformers, on random tokens.
+
+    `adapter`: a PEFT folder that is merged into it here, and that PEFT puts on the model there.
 
     Starts the ranks itself, as processes of its own that end before it returns. Passes if Megatron's float32 logits are no
     further from the float64 Hugging Face run than twice Hugging Face's own float32 logits (at least 1e-5, at most 5e-4), mean
@@ -93,15 +105,15 @@ def check_folder(
         raise InputError(f"ep is {ep}, but {folder} is a {config.family} model, which has no experts; leave ep out")
     config.check_layout(layout)
     tokens = random_rows(config, seed)
-    with SafetensorsReader(folder) as reader:
+    with SafetensorsReader(folder) if adapter is None else MergedReader(Path(folder), adapter) as reader:
         coverage = WeightMap(config).coverage(reader.keys())
         if coverage.missing or coverage.unmapped:
             return _not_covered(
                 folder, layout, tokens, coverage.unmapped, coverage.missing, time.perf_counter() - began
             )
         WeightMap(config).check(reader)
-    ours, equal = _run_ranks(Path(folder), layout, tokens, timeout_s)
-    exact, theirs = _hugging_face(folder, tokens, torch.float64), _hugging_face(folder, tokens, torch.float32)
+    ours, equal = _run_ranks(Path(folder), adapter, layout, tokens, timeout_s)
+    exact, theirs = (_hugging_face(folder, adapter, tokens, dtype) for dtype in (torch.float64, torch.float32))
     hf_error = _largest(theirs, exact)
     tolerance = min(max(2 * hf_error, TINY_TOLERANCE), LARGEST_TOLERANCE)
     difference, error = _largest(ours, theirs), _largest(ours, exact)
@@ -137,7 +149,9 @@ def random_rows(config: Outline, seed: int) -> list[list[int]]:
     return [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+def _hugging_face(
+    folder: str | Path, adapter: Path | None, tokens: list[list[int]], dtype: torch.dtype
+) -> list[Tensor]:
     """Logits [row length, vocab] of each row."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -153,8 +167,21 @@ def _hugging_face(folder: str | Path, tokens: list[list[int]], dtype: torch.dtyp
         attn_implementation="eager",
         trust_remote_code=False,
     ).eval()
+    if adapter is not None:
+        model = _with_adapters(model, adapter)
     with torch.no_grad():
         return [model(input_ids=torch.tensor([row])).logits[0] for row in tokens]
+
+
+def _with_adapters(model: PreTrainedModel, adapter: Path) -> PeftModel:
+    """The model with PEFT's own adapters beside it, in its type. Raises InputError without PEFT."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise InputError(
+            "`--adapter` compares with PEFT, which is not installed; install it (`pip install peft`)"
+        ) from error
+    return PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False).to(model.dtype).eval()
 
 
 def _choose_once(config: PretrainedConfig) -> None:
@@ -168,15 +195,25 @@ def _choose_once(config: PretrainedConfig) -> None:
 
 
 def _run_ranks(
-    folder: Path, layout: LayoutSpec, tokens: list[list[int]], timeout_s: float
+    folder: Path, adapter: Path | None, layout: LayoutSpec, tokens: list[list[int]], timeout_s: float
 ) -> tuple[list[Tensor], bool]:
     """Megatron's logits of each row, and whether the round trip was bit-equal."""
     with tempfile.TemporaryDirectory(prefix="nrl-check-") as scratch:
         torch.save(tokens, Path(scratch) / TOKENS_FILE)
+        if adapter is not None:
+            folder = _linked(folder, adapter, Path(scratch) / "model")
         _spawn(folder.resolve(), layout, Path(scratch), timeout_s)
         logits: list[Tensor] = torch.load(Path(scratch) / LOGITS_FILE, weights_only=True)
         equal = json.loads((Path(scratch) / EQUAL_FILE).read_text()) is True
     return logits, equal
+
+
+def _linked(base: Path, adapter: Path, folder: Path) -> Path:
+    """A folder of the base with the adapters merged."""
+    folder.mkdir()
+    shutil.copyfile(base / "config.json", folder / "config.json")
+    link_merged(folder, base, adapter)
+    return folder
 
 
 def _spawn(folder: Path, layout: LayoutSpec, scratch: Path, timeout_s: float) -> None:

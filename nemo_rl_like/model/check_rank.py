@@ -18,9 +18,10 @@ from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel, hidden_states, whole_sequences
 from nemo_rl_like.model.heads import full_logits, output_head
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.layouts import MicroBatch
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.merged_reader import open_weights
 from nemo_rl_like.model.pipeline_stage import PipelineStage
 from nemo_rl_like.model.schedule import run_stages
 from nemo_rl_like.model.weight_map import WeightMap
@@ -37,7 +38,7 @@ def main(task: str) -> None:
     scratch, folder = Path(given["scratch"]), given["folder"]
     tokens = torch.load(scratch / TOKENS_FILE, weights_only=True)
     config = ModelConfig.from_hf_folder(folder)
-    with SafetensorsReader(folder) as reader:
+    with open_weights(folder) as reader:
         model = build_model(config, layout, torch.float32, weights=reader).eval()
         logits = row_logits(model, tokens)
         equal = round_trip_equal(WeightMap(config), model, reader)
@@ -79,7 +80,7 @@ def _all_places(tokens: list[list[int]]) -> MicroBatch:
     return MicroBatch("packed", ids[None], positions[None], PackedLayout.of(lengths), places, ids, places)
 
 
-def round_trip_equal(weight_map: WeightMap, model: MegatronModel, reader: SafetensorsReader) -> bool:
+def round_trip_equal(weight_map: WeightMap, model: MegatronModel, reader: TensorReader) -> bool:
     """Whether every exported tensor equals the folder's bit for bit; meaningful on rank 0, collective."""
     equal = True
     for name, tensor in weight_map.iter_hf(model):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,21 +20,30 @@ _VERL_MEGATRON, _VERL_LORA = "dist_ckpt", "lora_adapter"
 _DEEPSPEED_STATES = "_model_states.pt"
 _PICKLES = (".bin", ".pt", ".pth")
 _DEPTH, _TOLD = 4, 4
+MODEL_PATH = "model.path"
+"""The field beside which `adapter` may stand."""
+_PLAIN = re.compile(r"[\w./][\w./-]*", re.ASCII)
+"""Text that YAML takes as it is."""
 
 
-def require_model_folder(folder: Path, field: str) -> None:
-    """Raise InputError, which starts with `field`, for a folder that is known to be something else than a Hugging Face model."""
-    found = foreign_hint(folder)
+def require_model_folder(folder: Path, field: str, adapter: str | None = None) -> None:
+    """Raise InputError, which starts with `field`, for a folder that is known to be something else than a Hugging Face model.
+
+    `adapter`: adapters that the spec gives beside it.
+    """
+    if adapter is not None and _is_model(folder):
+        return
+    found = foreign_hint(folder, field)
     if found is not None:
         raise InputError(f"`{field}` is {str(folder)!r}, which {found}")
 
 
-def foreign_hint(folder: Path) -> str | None:
-    """What follows "this folder": what it is, and what to do. None: it is a model, or nothing that is known."""
+def foreign_hint(folder: Path, field: str) -> str | None:
+    """What follows "this folder": what it is, and what to do in `field`. None: it is a model, or nothing that is known."""
     if _is_model(folder):
-        return _base_beside_adapters(folder)
+        return _base_beside_adapters(folder, field)
     return (
-        _adapters(folder) or _models_below(folder) or _verl(folder) or _distributed(folder) or _deepspeed(folder) or _pickled(folder)
+        _adapters(folder, field) or _models_below(folder) or _verl(folder) or _distributed(folder) or _deepspeed(folder) or _pickled(folder)
     )  # fmt: skip
 
 
@@ -44,17 +54,17 @@ def _is_model(folder: Path) -> bool:
     return any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors"))
 
 
-def _base_beside_adapters(folder: Path) -> str | None:
+def _base_beside_adapters(folder: Path, field: str) -> str | None:
     """verl's merger leaves the base in the target folder, and what was trained apart."""
     if not (folder / _VERL_LORA / _ADAPTER_CONFIG).is_file():
         return None
     return (
-        f"holds a base model and, in {_VERL_LORA}/, adapters that were trained over it, as verl's merger leaves them; {_merge(folder / _VERL_LORA, folder)}, "
-        f"or move {_VERL_LORA}/ away to start from the base"
+        f"holds a base model and, in {_VERL_LORA}/, adapters that were trained over it, as verl's merger leaves them; "
+        f"move {_VERL_LORA}/ away to start from the base, or {_both(folder / _VERL_LORA, folder, field)}"
     )
 
 
-def _adapters(folder: Path) -> str | None:
+def _adapters(folder: Path, field: str) -> str | None:
     file = folder / _ADAPTER_CONFIG
     if not file.is_file():
         return None
@@ -64,16 +74,20 @@ def _adapters(folder: Path) -> str | None:
         return f"holds PEFT's {_ADAPTER_CONFIG}, which is not valid JSON: {error}; save the adapters again"
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     over = f"over {base!r}" if base else f"over a base that {_ADAPTER_CONFIG} does not name"
-    return f"holds PEFT adapters {over}, no whole model; {_merge(folder, base or 'BASE')}"
+    return f"holds PEFT adapters {over}, no whole model; {_both(folder, base or 'BASE', field)}"
 
 
-def _merge(adapters: Path, base: Path | str) -> str:
-    code = (
-        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; from peft import PeftModel as P; "
-        f"P.from_pretrained(M.from_pretrained('{base}'), '{adapters}').merge_and_unload().save_pretrained('MERGED'); "
-        f"T.from_pretrained('{base}').save_pretrained('MERGED')"
-    )
-    return f'merge them first (python -c "{code}") and give MERGED'
+def _both(adapters: Path, base: Path | str, field: str) -> str:
+    """What makes one model of adapters and base: two lines of the spec's `model` block, or a folder for other fields."""
+    if field == MODEL_PATH:
+        where = "" if Path(base).is_dir() else f" ({str(base)!r} is no folder here: give the one that has it)"
+        return f"write both in the spec's `model` block{where}:\n  path: {_yaml(base)}\n  adapter: {_yaml(adapters)}"
+    return f"merge them first (`{shlex.join(('nrl', 'model', 'merge', str(base), str(adapters), 'MERGED'))}`) and give MERGED"
+
+
+def _yaml(value: Path | str) -> str:
+    text = str(value)
+    return text if "/" in text and _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def _models_below(folder: Path) -> str | None:

@@ -58,8 +58,10 @@ class SafetensorsReader:
     damaged. Close it, or use it as a context manager.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, single: str = SINGLE) -> None:
+        """`single`: the file to read where that is not the model's own."""
         self._folder = Path(folder)
+        self._single = single
         if not self._folder.is_dir():
             raise InputError(f"{self._folder} is not a folder; expected a Hugging Face model folder with {SINGLE}")
         self._file_of = self._locate()
@@ -106,13 +108,13 @@ class SafetensorsReader:
 
     def _locate(self) -> dict[str, str]:
         index = self._folder / INDEX
-        if index.is_file():
+        if self._single == SINGLE and index.is_file():
             return read_index(index)
-        if (self._folder / SINGLE).is_file():
-            return dict.fromkeys(self._open_shard(SINGLE).keys(), SINGLE)
+        if (self._folder / self._single).is_file():
+            return dict.fromkeys(self._open_shard(self._single).keys(), self._single)
         found = sorted(p.name for p in self._folder.iterdir())[:8]
         raise InputError(
-            f"{self._folder} has neither {SINGLE} nor {INDEX} (it has {found}); "
+            f"{self._folder} has neither {self._single} nor {INDEX} (it has {found}); "
             "save the model with save_pretrained(..., safe_serialization=True)"
         )
 
@@ -129,7 +131,7 @@ class SafetensorsReader:
         held = {file: set(shard.keys()) for file, shard in self._open.items()}
         lost = sorted(name for name, file in self._file_of.items() if name not in held[file])
         if lost:
-            raise InputError(f"{self.source(lost[0])} lacks tensors that {INDEX} says it has: {_some(lost)}")
+            raise InputError(f"{self.source(lost[0])} lacks tensors that {INDEX} says it has: {some(lost)}")
 
 
 def write_weights(folder: str | Path, tensors: Iterable[tuple[str, Tensor | None]], shard_bytes: int) -> list[Path]:
@@ -209,6 +211,7 @@ def read_index(path: Path) -> dict[str, str]:
     return names
 
 
-def _some(names: Sequence[str], limit: int = 10) -> str:
+def some(names: Sequence[str], limit: int = 10) -> str:
+    """The first of the names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

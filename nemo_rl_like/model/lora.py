@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from nemo_rl_like.model.lora_map import (
     of_experts,
 )
 from nemo_rl_like.model.lora_stacked import STACKED, StackedAdapter, StackedLowRank
+from nemo_rl_like.model.lora_start import StartAdapters
 from nemo_rl_like.model.mcore import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -267,7 +269,8 @@ class _SharedProduct(torch.autograd.Function):
 
 
 def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed: int) -> None:
-    """Put adapters on the model and freeze all else. A is drawn from `seed`, the same at every layout, and B is zero, as in PEFT."""
+    """Put adapters on the model and freeze all else: those of `lora.path`, or new ones, whose A is drawn from `seed`, the same at every layout, and
+    whose B is zero, as in PEFT."""
     check_targets(config, lora)
     _check_device(model, config, lora)
     model.requires_grad_(False)
@@ -283,6 +286,9 @@ def add_adapters(model: MegatronModel, config: ModelConfig, lora: LoraSpec, seed
             _drop_inputs(layer, lora.dropout)
     adapters = AdapterMap(config, lora)
     adapters.mark_shards(model)
+    if lora.path is not None:
+        adapters.load_hf(model, StartAdapters(config, lora, Path(lora.path)))
+        return
     adapters.load_hf(model, FreshAdapters(adapters, seed))
     if lora.dora:
         for _, linear in _adapted(model):

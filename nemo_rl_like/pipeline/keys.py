@@ -73,6 +73,9 @@ def ingredients(stage: StageSpec, spec: ExperimentSpec, inputs: Mapping[str, tup
     values |= model_ingredients(spec)
     if isinstance(stage, TRAINING_STAGES) and spec.policy.lora is not None:
         values |= _flat("policy.lora", spec.policy.lora.model_dump(mode="json"))
+        if spec.policy.lora.path is not None:
+            content = fingerprint_path(_existing("policy.lora.path", spec.policy.lora.path))
+            values |= _flat("file.policy.lora.path", content)
     if isinstance(stage, TRAINING_STAGES) and spec.policy.adapter is not None:
         values |= _flat("policy.adapter", spec.policy.adapter.model_dump(mode="json"))
     if uses_environment(stage) and spec.environment is not None:
@@ -106,6 +109,8 @@ def model_ingredients(spec: ExperimentSpec) -> dict[str, str]:
     hashes: dict[str, JSON] = {}
     if spec.model.path is not None:
         hashes["model.path"] = fingerprint_path(_existing("model.path", spec.model.path))
+    if spec.model.adapter is not None:
+        hashes["model.adapter"] = fingerprint_path(_existing("model.adapter", spec.model.adapter))
     if spec.model.tokenizer is not None and spec.model.tokenizer.path is not None:
         hashes["model.tokenizer.path"] = hash_path(_existing("model.tokenizer.path", spec.model.tokenizer.path))
     return _flat("model", spec.model.model_dump(mode="json")) | _flat("file", hashes)

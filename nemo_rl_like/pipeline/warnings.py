@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.model.peft_config import other_base
 from nemo_rl_like.pipeline.forecast import GIB, Hardware, StageForecast
 from nemo_rl_like.spec.experiment import TRAINING_STAGES, ExperimentSpec, stage_name
 from nemo_rl_like.spec.launch import LaunchSpec
@@ -22,6 +24,7 @@ def warnings_of(spec: ExperimentSpec, stages: Sequence[StageForecast], hardware:
         *_memory(spec, stages, hardware),
         *_saving(spec),
         *_launch(spec, seconds),
+        *_adapter(spec),
         *_secrets(spec),
         *_files(spec),
     ]
@@ -76,6 +79,21 @@ def _launch(spec: ExperimentSpec, seconds: float) -> Iterator[str]:
             f"the run is estimated at {seconds / 3600:.1f} h, and `launch.time_limit_min` is {launch.time_limit_min}: it will be started again "
             "after each limit; raise it, or let it (each start resumes)"
         )
+
+
+def _adapter(spec: ExperimentSpec) -> Iterator[str]:
+    seen = [spec.for_stage(stage) for stage in spec.stages]
+    merged = [(one.model.path, one.model.adapter) for one in seen]
+    gone_on = [(one.model.path, one.policy.lora.path) for one in seen if one.policy.lora is not None]
+    for path, adapter in dict.fromkeys([*merged, *gone_on]):
+        if path is None or adapter is None:
+            continue
+        try:
+            told = other_base(Path(path), Path(adapter))
+        except InputError as error:
+            told = str(error)
+        if told is not None:
+            yield told
 
 
 def _secrets(spec: ExperimentSpec) -> Iterator[str]:

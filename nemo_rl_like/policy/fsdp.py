@@ -23,6 +23,7 @@ from nemo_rl_like.model import runtime
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.layouts import MicroBatch
+from nemo_rl_like.model.merged_reader import open_weights
 from nemo_rl_like.model.router import RouterWatch
 from nemo_rl_like.model.scratch import ScratchReader
 from nemo_rl_like.model.top_logprobs import TopLogprobs, top_logprobs
@@ -186,5 +187,5 @@ def shard(model: TransformersModel, dtype: torch.dtype) -> None:
 def _weights(request: ModelRequest) -> TensorReader:
     """What the model starts from."""
     if request.initialize is None:
-        return SafetensorsReader(request.folder)
+        return open_weights(request.folder)
     return ScratchReader(ModelConfig.from_hf_folder(request.folder), request.initialize, request.dtype)

@@ -19,11 +19,12 @@ from nemo_rl_like.model.factory import build_model
 from nemo_rl_like.model.forward import MegatronModel
 from nemo_rl_like.model.heads import output_head, token_scores
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
+from nemo_rl_like.model.hf_io import TensorReader
 from nemo_rl_like.model.host_weights import HostWeights
 from nemo_rl_like.model.layouts import MicroBatch, attention_pair_cost
 from nemo_rl_like.model.lora import adapters_off, add_adapters
 from nemo_rl_like.model.mcore import parallel_state
+from nemo_rl_like.model.merged_reader import open_weights
 from nemo_rl_like.model.pipeline_stage import PipelineStage
 from nemo_rl_like.model.prefix import add_prefixes
 from nemo_rl_like.model.router import RouterWatch
@@ -91,7 +92,7 @@ class MegatronBackend:
         """What the model starts from; with a new score head its shape is that of a model with one."""
         weights: TensorReader
         if request.initialize is None:
-            weights = SafetensorsReader(request.folder)
+            weights = open_weights(request.folder)
         else:
             weights = ScratchReader(self._config, request.initialize, request.dtype)
         if request.score_head and not self._config.score_head:

@@ -22,6 +22,7 @@ from nemo_rl_like.model.hf_io import SafetensorsReader, TensorReader
 from nemo_rl_like.model.lora import MergedWeights
 from nemo_rl_like.model.lora_map import AdapterMap, hf_projection, in_experts, is_stacked
 from nemo_rl_like.model.lora_stacked import STACKED
+from nemo_rl_like.model.merged_reader import merged_of
 from nemo_rl_like.model.prefix import PrefixMap
 from nemo_rl_like.model.virtual_tokens import PromptMap
 from nemo_rl_like.model.weight_map import WeightMap
@@ -43,6 +44,8 @@ from nemo_rl_like.tensors.shards import INDEX, ShardFile
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KIND = "adapter_kind"
 """In the description of what PEFT has not."""
+BASE_ADAPTER = "base_adapter"
+"""There too: adapters that were merged into the base, which no folder then holds."""
 OPTIMIZER = "optimizer.json"
 """Beside the optimizer's state: its kind, as the spec names it."""
 
@@ -187,6 +190,9 @@ def trained_map(config: ModelConfig, adapter: LoraSpec | AdapterSpec | None) -> 
 def write_adapter_config(file: Path, adapter: LoraSpec | AdapterSpec, config: ModelConfig, base: Path) -> None:
     """The description of what stands beside it: PEFT's, or of bottleneck adapters, which PEFT has not, ours."""
     common: dict[str, object] = {"base_model_name_or_path": str(base)}
+    merged = merged_of(base)
+    if merged is not None:
+        common = {"base_model_name_or_path": str(merged[0]), BASE_ADAPTER: str(merged[1])}
     if isinstance(adapter, BottleneckSpec):
         kind = _bottleneck_config(adapter, config)
     else:

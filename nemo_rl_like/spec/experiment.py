@@ -209,7 +209,27 @@ class ExperimentSpec(Spec):
                 raise ValueError(f"`{name}` trains adapters alone, but stage {stage_name(stage)!r} {problem}")
         if self.policy.adapter is not None:
             self._check_no_weights_are_needed(self.policy.adapter.noun)
+        if self.model.adapter is not None:
+            self._check_adapters_have_a_base(name)
+            if self.policy.lora is not None and self.policy.lora.path == self.model.adapter:
+                raise ValueError(
+                    f"`model.adapter` and `policy.lora.path` are both {self.model.adapter!r}, whose adapters would count twice; leave `model.adapter` out to go "
+                    "on training them, or `policy.lora.path` to train new ones over them"
+                )
         return self
+
+    def _check_adapters_have_a_base(self, name: str) -> None:
+        """Adapters are exported over a base that a folder holds."""
+        for stage in self._plain_stages:
+            trained = [s for s in self.before(stage) if isinstance(s, TRAINING_STAGES)]
+            if not isinstance(stage, ExportStageSpec) or not stage.adapters_wanted or not trained:
+                continue
+            made_by = next((s for s in trained if stage_name(s) == stage.checkpoint), trained[-1])
+            if made_by is trained[0]:
+                raise ValueError(
+                    f"stage {stage_name(stage)!r} exports the adapters of {stage_name(made_by)!r} (`{name}`), whose base is `model.path` with `model.adapter` "
+                    "merged, which no folder holds; write one (`nrl model merge`) and give it as `model.path`, or export the whole model"
+                )
 
     def _check_no_weights_are_needed(self, noun: str) -> None:
         """What follows the training of something that no weights hold must sample with it, or export it."""

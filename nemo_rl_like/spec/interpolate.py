@@ -12,7 +12,9 @@ from nemo_rl_like.spec.yaml_reader import MAX_DEPTH, MAX_NODES
 ENV_ALLOWED = (
     "output",
     "model.path",
+    "model.adapter",
     "model.tokenizer.path",
+    "policy.lora.path",
     "cluster.address",
     "environment.reward",
     "environment.prompts",

@@ -157,6 +157,9 @@ class ModelSpec(Spec):
 
     path: str | None = None
     """Hugging Face folder (config.json, safetensors, tokenizer)."""
+    adapter: str | None = None
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) of LoRA adapters over `path`: the model is `path` with them merged, tensor by
+    tensor as its weights are read; default: `path` alone."""
     init: ModelInitSpec | None = None
     """Make the model from scratch instead of reading `path`."""
     tokenizer: TokenizerSpec | None = None
@@ -172,6 +175,8 @@ class ModelSpec(Spec):
     def _one_source(self) -> ModelSpec:
         if (self.path is None) == (self.init is None):
             raise ValueError("give exactly one of `path` and `init`")
+        if self.adapter is not None and self.path is None:
+            raise ValueError("`adapter` is merged into the model of `path`; give `path`, or leave it out")
         if self.max_positions is not None and self.rope_scaling is None:
             raise ValueError(
                 "`max_positions` goes with `rope_scaling`; give both, or leave it out (`init` has its own)"

@@ -208,6 +208,9 @@ class LoraSpec(Spec):
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Plain)
     """Projections that have an adapter, in every layer; `q_a_proj` to `kv_b_proj` are those of latent attention (DeepSeek-V2 and
     V3), `gate_up_proj` and `down_proj` those of experts that lie in one tensor (GPT-OSS)."""
+    path: str | None = None
+    """PEFT folder whose adapters training goes on from, with the rank, alpha and targets given here; default: new ones. A stage that starts from
+    an earlier one's checkpoint, whose weights hold that one's adapters, has new ones."""
     base: Nf4Spec | None = None
     """How the matrices of the frozen model's layers are held; default: in the model's type."""
 

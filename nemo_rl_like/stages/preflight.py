@@ -19,10 +19,12 @@ from nemo_rl_like.environment.types import SingleTurnSource, Task
 from nemo_rl_like.model.bottleneck import check_bottleneck
 from nemo_rl_like.model.foreign_folders import require_model_folder
 from nemo_rl_like.model.hf_config import ModelConfig
-from nemo_rl_like.model.hf_io import SafetensorsReader
 from nemo_rl_like.model.lora_map import check_targets
+from nemo_rl_like.model.lora_start import check_start
+from nemo_rl_like.model.merged_reader import MergedReader, open_weights
 from nemo_rl_like.model.nf4_map import check_nf4
 from nemo_rl_like.model.outline import Outline
+from nemo_rl_like.model.peft_config import require_folder
 from nemo_rl_like.model.prefix import check_prefix
 from nemo_rl_like.model.virtual_tokens import check_prompt
 from nemo_rl_like.model.weight_entries import Entry
@@ -81,7 +83,7 @@ def check_model(spec: ExperimentSpec) -> None:
     if spec.policy.backend == "megatron":
         _check_shape(spec)
     if spec.model.path is not None:
-        _check_weights(spec, Path(spec.model.path))
+        _check_weights(spec, Path(spec.model.path), spec.model.adapter)
 
 
 def _check_shape(spec: ExperimentSpec) -> None:
@@ -105,6 +107,7 @@ def _check_shape(spec: ExperimentSpec) -> None:
         )
     if spec.policy.lora is not None:
         check_targets(config, spec.policy.lora)
+        check_start(config, spec.policy.lora)
         if spec.policy.lora.base is not None:
             check_nf4(config, spec.policy.layout)
     if isinstance(spec.policy.adapter, PromptTuningSpec):
@@ -115,9 +118,11 @@ def _check_shape(spec: ExperimentSpec) -> None:
         check_bottleneck(config, spec.policy.adapter)
 
 
-def _check_weights(spec: ExperimentSpec, folder: Path) -> None:
-    """The backend finds all of a model's tensors in the folder, in their shapes. Raises InputError, SpecError."""
-    with SafetensorsReader(folder) as weights:
+def _check_weights(spec: ExperimentSpec, folder: Path, adapter: str | None = None) -> None:
+    """The backend finds all of a model's tensors in the folder, in their shapes, and the adapters fit them. Raises InputError, SpecError."""
+    if adapter is not None:
+        require_folder(Path(adapter), "model.adapter")
+    with open_weights(folder) if adapter is None else MergedReader(folder, Path(adapter)) as weights:
         if spec.policy.backend == "fsdp":
             check_sharded(spec.policy, folder, weights)
         else:

@@ -60,5 +60,5 @@ def _model_folder(spec: ExperimentSpec) -> Path:
             f"`model.path` is {spec.model.path!r}, which is not a folder (looked in {Path.cwd()}); give a Hugging Face "
             "folder, or fetch a small one with `nrl model fetch smollm2-135m`"
         )
-    require_model_folder(folder, "model.path")
+    require_model_folder(folder, "model.path", spec.model.adapter)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +15,16 @@ from nemo_rl_like.cluster.ray_session import RaySession
 from nemo_rl_like.data.tokenizer import make_tokenizer
 from nemo_rl_like.model.hf_config import ModelConfig, stretched
 from nemo_rl_like.model.hf_io import SINGLE
+from nemo_rl_like.model.merged_reader import link_merged
 from nemo_rl_like.model.outline import Outline, outline_of
+from nemo_rl_like.model.peft_config import other_base
 from nemo_rl_like.policy.client import Policy
 from nemo_rl_like.policy.store import copy_side_files, kept_beside
 from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.policy import PolicySpec
 from nemo_rl_like.tensors.shards import INDEX
+
+logger = logging.getLogger(__name__)
 
 BASE = "base"
 WEIGHTS = "weights"
@@ -33,6 +39,8 @@ class StartModel:
     initialize: int | None
     """Seed of a model from scratch; None: the folder has weights."""
     config: Outline
+    trained: bool = False
+    """A stage has made it: what the spec says of its start is behind it."""
     beside: Path | None = None
     """Checkpoint that holds what no weights can; None: they are the whole model."""
 
@@ -62,20 +70,36 @@ def start_model(spec: ExperimentSpec, folder: Path, checkpoint: Artifact | None)
     """
     if checkpoint is not None:
         if kept_beside(checkpoint.path) is not None:
-            return replace(_found(checkpoint.path / WEIGHTS), beside=checkpoint.path)
-        return _found(weights_of(checkpoint))
+            return replace(_found(checkpoint.path / WEIGHTS), trained=True, beside=checkpoint.path)
+        return replace(_found(weights_of(checkpoint)), trained=True)
     model = spec.model
     if model.init is not None:
         return _from_scratch(spec, folder / BASE)
     source = Path(str(model.path))
-    if model.tokenizer is None and model.rope_scaling is None:
+    if spec.policy.lora is not None and spec.policy.lora.path is not None:
+        _tell_base(source, Path(spec.policy.lora.path))
+    if model.tokenizer is None and model.rope_scaling is None and model.adapter is None:
         return _found(source)
     return _changed(spec, source, folder / BASE)
 
 
 def start_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
     """The trainable model on ranks of its own, with the adapters of `policy.lora` where they are asked for."""
-    return Policy.start(session, spec.policy, model.folder, spec.model.dtype, model.initialize, adapter_seed=spec.seed)
+    return Policy.start(
+        session,
+        adapters_of(spec.policy, model),
+        model.folder,
+        spec.model.dtype,
+        model.initialize,
+        adapter_seed=spec.seed,
+    )
+
+
+def adapters_of(policy: PolicySpec, model: StartModel) -> PolicySpec:
+    """The policy block for this start: weights of an earlier stage hold the adapters that it went on from, so new ones are put on them."""
+    if policy.lora is None or not model.trained:
+        return policy
+    return policy.model_copy(update={"lora": policy.lora.model_copy(update={"path": None})})
 
 
 def sampled_policy(session: RaySession, spec: ExperimentSpec, model: StartModel) -> Policy:
@@ -85,6 +109,12 @@ def sampled_policy(session: RaySession, spec: ExperimentSpec, model: StartModel)
     if model.beside is not None:
         policy.load(model.beside)
     return policy
+
+
+def _tell_base(source: Path, adapter: Path) -> None:
+    told = other_base(source, adapter)
+    if told is not None:
+        logger.warning(told)
 
 
 def _found(folder: Path) -> StartModel:
@@ -110,7 +140,7 @@ def _from_scratch(spec: ExperimentSpec, folder: Path) -> StartModel:
 
 
 def _changed(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
-    """The source's configuration and weights (linked, not copied) with another tokenizer or stretched positions."""
+    """The source's configuration and weights (linked, not copied) with adapters, another tokenizer or stretched positions."""
     model = spec.model
     folder.mkdir(parents=True, exist_ok=True)
     copy_side_files(source, folder)
@@ -121,6 +151,10 @@ def _changed(spec: ExperimentSpec, source: Path, folder: Path) -> StartModel:
         file = folder / "config.json"
         raw = {**json.loads(file.read_text(encoding="utf-8")), **config.positions_to_hf_dict()}
         file.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    if model.adapter is not None:
+        _tell_base(source, Path(model.adapter))
+        link_merged(folder, source, Path(model.adapter))
+        return _found(folder)
     for file in source.iterdir():
         if file.suffix == ".safetensors" or file.name in (INDEX, SINGLE):
             link = folder / file.name

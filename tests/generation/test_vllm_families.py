@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -24,6 +26,7 @@ from nemo_rl_like.cluster.context import RankContext
 from nemo_rl_like.generation.probe import check_gap, probe_gap, probe_prompts
 from nemo_rl_like.generation.vllm import VllmEngine
 from nemo_rl_like.model.hf_config import ModelConfig
+from nemo_rl_like.model.merged_reader import link_merged
 from nemo_rl_like.spec.engine import EngineSpec
 from nemo_rl_like.weights.shared_memory import SharedMemorySender
 from tests.model.tiny import as_on_disk
@@ -97,3 +100,26 @@ def test_an_engine_has_the_log_probs_of_a_family_before_and_after_updates(family
     finally:
         engine.close()
         sender.close()
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_reads_a_base_with_adapters_merged(tmp_path: Path) -> None:
+    """Before any weights are sent to it, over two processes that share the model."""
+    base = AutoModelForCausalLM.from_config(CONFIGS["mistral"], dtype=torch.float32)
+    write(base, tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "model").mkdir()
+    shutil.copyfile(tmp_path / "base" / "config.json", tmp_path / "model" / "config.json")
+    link_merged(tmp_path / "model", tmp_path / "base", tmp_path / "adapter")
+    engine = VllmEngine(
+        RankContext("engine", 0, 1, {"dp": 1}, {"dp": 0}, "127.0.0.1", 0, 1, tmp_path / "log", "localhost"),
+        model_folder=str(tmp_path / "model"),
+        dtype="float32",
+        engine=EngineSpec(kind="vllm", kv_cache_gib=0.02, max_batch_rows=16, max_context=160, tensor_parallel=2),
+    )
+    probes = list(probe_prompts(VOCAB, count=8, tokens=64))
+    try:
+        check_gap(probe_gap(engine.score(probes), scores(adapted.eval(), probes)), 1e-3, "the merged weights")
+    finally:
+        engine.close()

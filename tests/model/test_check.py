@@ -52,7 +52,7 @@ def test_a_folder_that_means_something_else_fails(
     name = "model.layers.1.self_attn.k_proj.weight"
     other = changed(folders["llama"], tmp_path / "other", {name: weights[name].roll(1, dims=0)})
     theirs = check._hugging_face
-    monkeypatch.setattr(check, "_hugging_face", lambda _, tokens, dtype: theirs(other, tokens, dtype))
+    monkeypatch.setattr(check, "_hugging_face", lambda _, adapter, tokens, dtype: theirs(other, adapter, tokens, dtype))
     report = check_folder(folders["llama"])
     assert not report.ok
     assert report.max_logit_diff > 0.1

@@ -38,6 +38,11 @@ configs = st.dictionaries(
     max_size=4,
 )
 
+models = st.builds(lambda text: {"init": {}, "tokenizer": {"characters": text}}, texts) | st.fixed_dictionaries(
+    {"path": texts}, optional={"adapter": texts}
+)
+"""`model` blocks: from scratch, a folder, or a folder with adapters."""
+
 
 def blocks(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], list[str]]]:
     """Every block of a spec's values whose keys are ours, with its keys."""
@@ -130,15 +135,31 @@ def test_each_typo_of_each_key_is_named(data: st.DataObject) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@example(name="1e-6", output="0o17", characters="on", config={"null": "~", "1": "1", "<<": "${x}"}, seed=1, lr=1e-6)
-@given(
-    name=texts, output=folders, characters=texts, config=configs, seed=st.integers(0, 2**40), lr=st.floats(1e-12, 1e3)
+@example(
+    name="1e-6",
+    output="0o17",
+    model={"init": {}, "tokenizer": {"characters": "on"}},
+    start=None,
+    config={"null": "~", "1": "1", "<<": "${x}"},
+    seed=1,
+    lr=1e-6,
 )
+@example(name="no", output="1", model={"path": "1e-6", "adapter": "~"}, start="null", config={}, seed=1, lr=1.0)
+@given(
+    name=texts, output=folders, model=models, start=st.none() | texts, config=configs, seed=st.integers(0, 2**40), lr=st.floats(1e-12, 1e3)
+)  # fmt: skip
 def test_a_resolved_spec_reads_back_equal_and_has_the_same_hash(
-    name: str, output: str, characters: str, config: dict[str, Any], seed: int, lr: float
+    name: str,
+    output: str,
+    model: dict[str, Any],
+    start: str | None,
+    config: dict[str, Any],
+    seed: int,
+    lr: float,
 ) -> None:
-    values = {**FULL, "name": name, "output": output, "seed": seed}
-    values["model"] = {"init": {}, "tokenizer": {"characters": characters}}
+    assume(start is None or start != model.get("adapter"))
+    values = {**FULL, "name": name, "output": output, "seed": seed, "model": model}
+    values["policy"] = {"lora": {"path": start}}
     values["environment"] = {"name": "x", "config": config}
     values["stages"] = [{"kind": "rl", "optimizer": {"kind": "adamw", "lr": lr}}]
     spec = ExperimentSpec.model_validate(values)

@@ -6,21 +6,25 @@ The writers below make the calls of those packages' own savers, in their order, 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.cli.app import app
 from nemo_rl_like.data.tokenizer import character_tokenizer
 from nemo_rl_like.model.hf_config import ModelConfig
 from nemo_rl_like.model.hf_io import SafetensorsReader
+from nemo_rl_like.model.merged_reader import MergedReader
 from nemo_rl_like.model.weight_map import WeightMap
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.stages.preflight import check_model, check_teacher
@@ -40,6 +44,7 @@ def model(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
 
+CHANGED = "model.layers.1.self_attn.q_proj.weight"
 Writer = Callable[[Path, PreTrainedModel, PreTrainedTokenizerBase], Path]
 """Saves a model below a folder; returns the folder that a user would name."""
 
@@ -180,9 +185,9 @@ def test_a_hugging_face_folder_of_another_trainer_is_a_start_with_the_trainers_w
         (lambda *its: verl_step(*its) / "actor", ["which holds verl's FSDP shards", "save `hf_model` too"]),
         (lambda *its: verl_step(*its) / "actor" / "huggingface", ["which has no weights", "actor holds verl's FSDP shards"]),
         (lambda *its: verl_step_with_hf_model(*its).parents[1], ["holds the model in actor/huggingface; give '"]),
-        (verl_lora_merged, ["a base model and, in lora_adapter/, adapters", "merge_and_unload", "to start from the base"]),
-        (lambda *its: verl_lora_merged(*its) / "lora_adapter", ["PEFT adapters over a base that adapter_config.json does not name"]),
-        (openrlhf_lora, ["PEFT adapters over '", "/base', no whole model", "merge_and_unload().save_pretrained('MERGED')"]),
+        (verl_lora_merged, ["a base model and, in lora_adapter/, adapters", "/theirs\n  adapter: /", "/theirs/lora_adapter", "to start from the base"]),
+        (lambda *its: verl_lora_merged(*its) / "lora_adapter", ["PEFT adapters over a base that adapter_config.json does not name", "('BASE' is no folder here", '\n  path: "BASE"\n  adapter: /']),
+        (openrlhf_lora, ["PEFT adapters over '", "/base', no whole model", "/base\n  adapter: /"]),
         (openrlhf_checkpoint, ["holds in global_step5 a checkpoint of DeepSpeed", "`--ckpt.output_dir`"]),
         (nemo_rl_step, ["holds in policy/weights a distributed checkpoint", "convert_dcp_to_hf.py --config STEP/config.yaml --dcp-ckpt-path"]),
         (nemo_rl_megatron_step, ["holds in policy/weights/iter_0000000", "convert_megatron_to_hf.py", "--megatron-ckpt-path"]),
@@ -203,22 +208,39 @@ def test_of_any_other_folder_it_is_told_what_it_is_and_what_makes_a_model_of_it(
         check_teacher(spec_of(tmp_path / "base"), str(folder))
 
 
-@pytest.mark.parametrize(
-    ("write", "made"), [(verl_lora_merged, "MERGED"), (openrlhf_lora, "MERGED"), (nemo_rl_converted, "SAFE")]
-)
 def test_the_command_that_is_told_makes_a_start(
-    write: Writer,
-    made: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError) as caught:
-        check_model(spec_of(write(tmp_path / "theirs", model, tokenizer)))
+        check_model(spec_of(nemo_rl_converted(tmp_path / "theirs", model, tokenizer)))
     monkeypatch.chdir(tmp_path)
     exec(str(caught.value).split('python -c "')[1].split('")')[0], {})
-    check_model(spec_of(tmp_path / made))
-    name = "model.layers.1.self_attn.q_proj.weight"
-    with SafetensorsReader(tmp_path / "base") as base, SafetensorsReader(tmp_path / made) as read:
-        assert torch.equal(read.get(name), base.get(name)) == (made == "SAFE")
+    check_model(spec_of(tmp_path / "SAFE"))
+    with SafetensorsReader(tmp_path / "base") as base, SafetensorsReader(tmp_path / "SAFE") as read:
+        assert torch.equal(read.get(CHANGED), base.get(CHANGED))
+
+
+@pytest.mark.parametrize("write", [verl_lora_merged, openrlhf_lora])
+def test_the_lines_that_are_told_for_adapters_are_a_start(
+    write: Writer, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As the spec's `model` block, and for fields without one as the folder that `nrl model merge` writes."""
+    theirs = write(tmp_path / "their model's", model, tokenizer)
+    with pytest.raises(InputError) as caught:
+        check_model(spec_of(theirs))
+    told = yaml.safe_load("\n".join(line for line in str(caught.value).splitlines() if line.startswith("  ")))
+    raw = spec_of(theirs).model_dump(mode="json")
+    check_model(ExperimentSpec.model_validate({**raw, "model": {**raw["model"], **told}}))
+    with pytest.raises(InputError, match="`teacher` is ") as caught:
+        check_teacher(spec_of(tmp_path / "base"), str(theirs))
+    command = shlex.split(str(caught.value).split("(`")[1].split("`)")[0])
+    assert command[0] == "nrl" and command[-1] == "MERGED"
+    app([*command[1:-1], str(tmp_path / "MERGED")], standalone_mode=False)
+    check_teacher(spec_of(tmp_path / "base"), str(tmp_path / "MERGED"))
+    with (
+        MergedReader(Path(told["path"]), Path(told["adapter"])) as merged,
+        SafetensorsReader(tmp_path / "MERGED") as read,
+    ):
+        assert all(torch.equal(read.get(name), merged.get(name)) for name in merged.keys())
+        with SafetensorsReader(tmp_path / "base") as base:
+            assert not torch.equal(read.get(CHANGED), base.get(CHANGED))
