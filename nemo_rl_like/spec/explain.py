@@ -14,6 +14,10 @@ from nemo_rl_like.spec.schema_walk import Schema, Target, choices_of, describe, 
 from nemo_rl_like.spec.source import Node, Path, Position, dotted, position_of
 
 SHOWN_CHARACTERS = 60
+_SECRET = (
+    "is not as it must be, and is not repeated here, for it may be the secret itself; write {env: NAME}, with the name of the variable that "
+    "holds it"
+)
 
 
 def explain(error: ValidationError, root: Node, schema: Schema) -> list[SpecProblem]:
@@ -53,6 +57,8 @@ def _explain_one(detail: ErrorDetails, root: Node, schema: Schema) -> SpecProble
             return _bad_kind(detail, target, root)
         case "value_error":
             return SpecProblem(where, path or "spec", str(detail["msg"]).removeprefix("Value error, "))
+    if target.path[:1] == ("secrets",):
+        return SpecProblem(where, path, _SECRET, None, describe(target.schema, schema), _help(target))
     message = f"is {_shown(detail['input'])}: {_lower_first(str(detail['msg']))}"
     suggestion = nearest(detail["input"], choices_of(target.schema)) if isinstance(detail["input"], str) else None
     return SpecProblem(where, path or "spec", message, suggestion, describe(target.schema, schema), _help(target))

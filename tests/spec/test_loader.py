@@ -270,12 +270,61 @@ def test_combinations_of_fields_are_checked_with_their_block(base: Path) -> None
     assert problem.where.line == 8
 
 
-@pytest.mark.parametrize("key", ["api_key", "hub_password", "access_token", "SECRET"])
+@pytest.mark.parametrize("key", ["api_key", "hub_password", "access_token", "SECRET", "hf_token", "token"])
 def test_secrets_in_plain_text_are_refused_and_not_repeated(base: Path, key: str) -> None:
     (problem,) = problems(base, f"environment.config={{deep: [{{{key}: hush}}]}}")
     assert "looks like a secret" in problem.message
     assert problem.path == f"environment.config.deep.0.{key}"
-    assert "hush" not in problem.message
+    assert "hush" not in str(problem)
+
+
+PASTED = "hf_" + "aB3" * 12
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "name",
+        "secrets.HUB.env",
+        "environment.config.any",
+        "launch.environment.ANY",
+        "launch.slurm.comment",
+        "model.path",
+    ],
+)
+@pytest.mark.parametrize(
+    "value", [PASTED, "sk-proj-" + "x_-9" * 8, "nvapi-" + "x" * 40, "http://me:hush@proxy:3128", "AKIA" + "Q" * 16]
+)
+def test_a_pasted_secret_is_refused_wherever_it_stands_and_not_repeated(base: Path, place: str, value: str) -> None:
+    assert not [text for text in map(str, problems(base, f"{place}={value}")) if value in text or "hush" in text]
+    block, _, key = place.rpartition(".")
+    lines = "".join(f"{name}:\n{'  ' * i}" for i, name in enumerate(block.split("."), 1)) if block else ""
+    child = write(base.with_name("child.yaml"), f"extends: base.yaml\n{lines}{key}: '{value}'\n")
+    assert not [text for text in map(str, problems(child)) if value in text or "hush" in text]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("secrets.HUB=hush",),
+        ("secrets=hush",),
+        ("secrets.HUB.env=hush-hush",),
+        ("secrets={HUB: {env: hush-hush}}",),
+        ("secrets.HUB=hush", "secrets.HUB.env=NAME"),
+        ("launch.environment.HF_TOKEN=hush",),
+        ("launch.environment={OPENAI_API_KEY: hush}",),
+        ("hf_token=hush",),
+        ("secrets.HUB={env: hush",),
+    ],
+)
+def test_what_stands_where_a_secret_may_is_not_repeated(base: Path, overrides: tuple[str, ...]) -> None:
+    assert not [text for text in map(str, problems(base, *overrides)) if "hush" in text]
+
+
+def test_tokens_of_a_model_are_no_secrets(base: Path) -> None:
+    config = "environment.config={stop_token: <end>, max_tokens: 5, tokens: a}"
+    (problem,) = problems(base, config, "stages.rl.sampling.max_new_tokens=-5")
+    assert "max_new_tokens=-5" in str(problem)
 
 
 def test_a_secret_is_the_name_of_a_variable(base: Path) -> None:
