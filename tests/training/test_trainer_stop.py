@@ -1,4 +1,4 @@
-"""A run that is told to stop saves, stops, and goes on where it was, in whichever moment it is told."""
+"""A run that is told to stop saves, stops, and goes on where it was, in whichever moment it is told; equal runs leave equal checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_like.artifacts.errors import StoppedBySignal
+from nemo_rl_like.artifacts.types import Checkpoint
 from nemo_rl_like.checkpoint.layout import ModelIdentity
 from nemo_rl_like.checkpoint.reader import CheckpointReader
 from nemo_rl_like.spec.stage import CheckpointSpec
 from nemo_rl_like.tensors.shards import ShardFile
 from nemo_rl_like.training.recipe import StepReport
+from nemo_rl_like.training.screen import MetricFiles
 from nemo_rl_like.training.trainer import Trainer
 from tests.training.test_saver import Models, Writing
 
@@ -41,7 +43,7 @@ class Counting:
     def step(self, step: int) -> StepReport:
         self.told(f"step {step}")
         self.made.append(step)
-        return StepReport({})
+        return StepReport({"timing/data": 0.1 ** len(self.made)})
 
     def state(self) -> dict[str, object]:
         return {}
@@ -75,7 +77,7 @@ class Quiet:
         return 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert set(metrics) == {"timing/step"}
+        assert set(metrics) == {"timing/data", "timing/step"}
 
     def truncate(self, position: int, step: int) -> None:
         self.taken_back_to = position
@@ -118,3 +120,19 @@ def test_it_stops_after_the_step_and_saves_it(
     second, rest = trainer(tmp_path, lambda now: None, asynchronous=asynchronous)
     assert second.fit() == tmp_path / "checkpoints" / f"step_{STEPS}"
     assert recipe.made + rest.made == [1, 2, 3]
+
+
+def test_a_checkpoint_is_the_same_whatever_the_times_and_stops_before_it(tmp_path: Path) -> None:
+    """What builds on it is not run again for them: a stage's key has the hash of this folder in it."""
+    hashes = set()
+    for stops in (0, 1):
+        folder = tmp_path / str(stops)
+        for _ in range(stops):
+            first, _ = trainer(folder, lambda now: signal.raise_signal(signal.SIGTERM), asynchronous=False)
+            first.recorder = MetricFiles(folder, tensorboard=False)
+            with pytest.raises(StoppedBySignal):
+                first.fit()
+        last, _ = trainer(folder, lambda now: None, asynchronous=False)
+        last.recorder = MetricFiles(folder, tensorboard=False)
+        hashes.add(Checkpoint.of(last.fit()).content_hash)
+    assert len(hashes) == 1
