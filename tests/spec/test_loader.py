@@ -263,6 +263,34 @@ def test_types_are_not_bent(base: Path) -> None:
     assert {p.path for p in found} == {"seed", "stages.rl.steps", "model.init.tie_embeddings", "name"}
 
 
+@pytest.mark.parametrize(
+    ("override", "message", "allowed"),
+    [
+        ("launch.slurm.partition=a b", "is 'a b': not of the form", "one word, without blanks, quotes"),
+        ("launch.kubernetes.namespace=Mine", "is 'Mine': not of the form", "lower-case letters, digits and `-`"),
+        ("launch.mounts=[{source: data, target: /d}]", "is 'data': not of the form", "an absolute path"),
+        ("launch.environment.A-B=x", "the name 'A-B' is not of the form", "letters, digits and `_`, not a digit first"),
+        ("launch.environment.A=1", "is 1: must be text; put it in quotes", "text"),
+    ],
+)
+def test_forms_are_told_in_words(base: Path, override: str, message: str, allowed: str) -> None:
+    (problem,) = problems(base, override)
+    assert message in problem.message and allowed in str(problem.allowed)
+    assert "pattern" not in str(problem) and "^" not in str(problem)
+
+
+def test_every_pattern_of_the_spec_is_told_in_words() -> None:
+    def walk(value: object) -> list[object]:
+        if isinstance(value, list):
+            return [found for item in value for found in walk(item)]
+        if not isinstance(value, dict):
+            return []
+        mine = [value["pattern"]] if "pattern" in value and "$comment" not in value else []
+        return mine + [found for item in value.values() for found in walk(item)]
+
+    assert walk(ExperimentSpec.model_json_schema()) == []
+
+
 def test_combinations_of_fields_are_checked_with_their_block(base: Path) -> None:
     (problem,) = problems(base, "stages.rl.samples_per_prompt=1")
     assert problem.path == "stages.rl"
