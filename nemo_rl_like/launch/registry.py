@@ -6,8 +6,9 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from nemo_rl_like.artifacts.errors import SubmitError
+from nemo_rl_like.artifacts.errors import SpecError, SubmitError
 from nemo_rl_like.launch.target import Target
+from nemo_rl_like.spec.nearest import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,16 @@ TARGETS = {
 
 
 def entry(name: str) -> Entry:
-    """The registered target. Raises SubmitError for a name that is none."""
+    """The registered target. Raises SpecError for a name that is none."""
     if name not in TARGETS:
-        raise SubmitError(f"there is no target {name!r}; the targets are {', '.join(TARGETS)}")
+        near = nearest(name, TARGETS)
+        meant = f"; did you mean `{near}`?" if near else ""
+        raise SpecError(f"there is no target {name!r}{meant}; the targets are {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
 def target(name: str) -> Target:
-    """A target. Raises SubmitError for a name that is none, or whose code or packages are not installed."""
+    """A target. Raises SpecError for a name that is none, SubmitError for one whose code or packages are not installed."""
     module, _, attribute = entry(name).path.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

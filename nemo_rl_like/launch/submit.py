@@ -14,7 +14,7 @@ from nemo_rl_like.launch.node import token
 from nemo_rl_like.launch.submission import Record, Submission
 from nemo_rl_like.launch.target import Job, JobStatus, Rendered, Target
 from nemo_rl_like.pipeline.records import now
-from nemo_rl_like.pipeline.wiring import wire
+from nemo_rl_like.pipeline.wiring import check_until, wire
 from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
 
@@ -103,6 +103,7 @@ def resubmit(run: Path) -> list[Submission]:
 def _parts(request: Request) -> list[Request]:
     """The request as requests of one job each."""
     entry = registry.entry(request.target)
+    check_until(request.spec, request.until)
     if request.stages_as_jobs and not entry.chains:
         raise SpecError(
             f"--stages-as-jobs: target {request.target} has no jobs that wait for others; submit to slurm, or leave it out"

@@ -7,8 +7,10 @@ Names: `reward`, `rewards/<name>/mean`, `kl`, `entropy`, `clip_ratio/high_mean`,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
+from nemo_rl_like.artifacts.errors import OutputFolderError
 from nemo_rl_like.observe.jsonl import JsonLines, read_lines
 
 
@@ -18,23 +20,33 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         """Open `path` for appending; a resumed run calls `truncate` before it writes."""
         self._lines = JsonLines(path)
+        self._count = len(_whole_lines(path))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line. Raises ValueError for the reserved name `step`."""
         if "step" in values:
             raise ValueError("a metric cannot be named `step`: each line has the step under that name")
         self._lines.append({"step": step, **values})
+        self._count += 1
 
     def position(self) -> int:
-        """Byte offset to keep in a checkpoint; everything before it is on disk."""
-        return self._lines.position()
+        """Number of lines, all on disk, for a checkpoint to keep; not of bytes, which the times in the lines make differ between equal runs."""
+        self._lines.position()
+        return self._count
 
-    def truncate(self, offset: int) -> None:
-        """Drop what was written after byte `offset`, which a checkpoint kept.
+    def truncate(self, lines: int) -> None:
+        """Drop what was written after the first `lines` lines, which a checkpoint kept.
 
-        Raises OutputFolderError if the file is shorter.
+        Raises OutputFolderError if the file has fewer.
         """
-        self._lines.truncate(offset)
+        sizes = _whole_lines(self._lines.path)
+        if len(sizes) < lines:
+            raise OutputFolderError(
+                f"{self._lines.path} has {len(sizes)} lines, but the checkpoint was written when it had {lines}: lines were removed; "
+                "restore the file, or start again with --overwrite"
+            )
+        self._lines.truncate(sum(islice(sizes, lines)))
+        self._count = lines
 
     def close(self) -> None:
         """Close the file."""
@@ -58,6 +70,12 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def _whole_lines(path: Path) -> list[int]:
+    """Bytes of each line of a file, but for a last one that was cut by a crash."""
+    with path.open("rb") as file:
+        return [len(line) for line in file if line.endswith(b"\n")]
 
 
 def read_series(path: Path, name: str) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError, StoppedBySignal
+from nemo_rl_like.artifacts.errors import OutputFolderError, StoppedBySignal
 from nemo_rl_like.artifacts.redaction import redacted, watch
 from nemo_rl_like.artifacts.stage import StageContext
 from nemo_rl_like.artifacts.types import ARTIFACT_TYPES, Artifact
@@ -35,6 +35,7 @@ from nemo_rl_like.pipeline.records import (
     write_status,
 )
 from nemo_rl_like.pipeline.run_folder import RunFolder, Start, check_output
+from nemo_rl_like.pipeline.wiring import check_until
 from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
 from nemo_rl_like.spec.loader import resolved_yaml, spec_hash
 
@@ -91,8 +92,7 @@ def run_pipeline(
     if start == "resume":
         check_same_model(output, spec)
     plan = make_plan(spec, classes)
-    if until is not None and until not in (names := [s.name for s in plan.stages]):
-        raise SpecError(f"--until is {until!r}, and the stages are {', '.join(names)}; name one of them")
+    check_until(spec, until)
     plan.preflight()
     with RunFolder.open(output, start) as folder:
         record_start(folder.path, spec.name, start, spec_hash(spec), resolved_yaml(spec))

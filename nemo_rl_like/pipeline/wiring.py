@@ -184,3 +184,12 @@ def _name_problems(name: str) -> list[str]:
     return [
         f"stages.{name}.name: {name!r} cannot name a folder; use up to 100 letters, digits, `_`, `-` or `.`, and none of {reserved}"
     ]
+
+
+def check_until(spec: ExperimentSpec, until: str | None) -> None:
+    """Raises SpecError if `--until` names no stage of the experiment."""
+    names = [stage_name(stage) for stage in spec.stages]
+    if until is not None and until not in names:
+        near = nearest(until, names)
+        meant = f"; did you mean `{near}`?" if near else "; name one of them"
+        raise SpecError(f"--until is {until!r}, and the stages are {', '.join(names)}{meant}")

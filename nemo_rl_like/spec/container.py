@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 
-from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.base import Spec, form
 
 
 class ContainerSpec(Spec):
@@ -14,7 +14,9 @@ class ContainerSpec(Spec):
 
     runtime: Literal["docker", "podman"] = "docker"
     """Program that runs it."""
-    user: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}:[0-9]{1,10}$")] | None = None
+    user: Annotated[str, form(r"^[1-9][0-9]{0,9}:[0-9]{1,10}$", "`uid:gid`, two numbers, the first not 0")] | None = (
+        None
+    )
     """User and group id of every process, `1000:1000`; never root. Default: whoever submits."""
     shm_gib: PositiveFloat = 8.0
     """Size of /dev/shm, in GiB: Ray's object store, NCCL and weights on their way to vLLM. Counted in `memory_gib_per_node`."""

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, ValidationError, field_validator, mo
 
 from nemo_rl_like.spec import fp8
 from nemo_rl_like.spec.backend import policy_problem, stage_problem
-from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.base import Spec, form
 from nemo_rl_like.spec.cluster import ClusterSpec
 from nemo_rl_like.spec.distill import DistillStageSpec, TeacherLogitsStageSpec
 from nemo_rl_like.spec.engine import EngineSpec
@@ -58,7 +58,7 @@ class LoggingSpec(Spec):
 class SecretRef(Spec):
     """A secret by reference: the name of an environment variable, never its value."""
 
-    env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    env: Annotated[str, form(r"^[A-Za-z_][A-Za-z0-9_]*$", "letters, digits and `_`, not a digit first")]
     """Name of the environment variable."""
     kubernetes: SecretKeySpec | None = None
     """Key of the Kubernetes Secret that sets the variable in the job's pods; needed by `nrl submit --to kubernetes`."""

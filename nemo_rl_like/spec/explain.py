@@ -8,12 +8,20 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_like.artifacts.hashing import JSON
+from nemo_rl_like.spec.base import FORM
 from nemo_rl_like.spec.nearest import nearest
 from nemo_rl_like.spec.problems import SpecProblem
 from nemo_rl_like.spec.schema_walk import Schema, Target, choices_of, describe, keys_below, locate, properties
 from nemo_rl_like.spec.source import Node, Path, Position, dotted, position_of
 
 SHOWN_CHARACTERS = 60
+_OF_KEY = "[key]"
+"""Last part of pydantic's location of an error in a name."""
+_NOT_TAKEN = "not of the form that is taken here"
+_SECRET = (
+    "is not as it must be, and is not repeated here, for it may be the secret itself; write {env: NAME}, with the name of the variable that "
+    "holds it"
+)
 
 
 def explain(error: ValidationError, root: Node, schema: Schema) -> list[SpecProblem]:
@@ -40,6 +48,8 @@ def _follows_from_others(detail: ErrorDetails, loc: Path, locations: Sequence[Pa
 
 
 def _explain_one(detail: ErrorDetails, root: Node, schema: Schema) -> SpecProblem:
+    if detail["loc"][-1:] == (_OF_KEY,):
+        return _bad_key(detail, root, schema)
     target = locate(schema, tuple(detail["loc"]))
     where = position_of(root, target.path)
     path = dotted(root, target.path)
@@ -53,9 +63,30 @@ def _explain_one(detail: ErrorDetails, root: Node, schema: Schema) -> SpecProble
             return _bad_kind(detail, target, root)
         case "value_error":
             return SpecProblem(where, path or "spec", str(detail["msg"]).removeprefix("Value error, "))
-    message = f"is {_shown(detail['input'])}: {_lower_first(str(detail['msg']))}"
+    if target.path[:1] == ("secrets",):
+        return SpecProblem(where, path, _SECRET, None, describe(target.schema, schema), _help(target))
+    message = f"is {_shown(detail['input'])}: {_wrong(detail)}"
     suggestion = nearest(detail["input"], choices_of(target.schema)) if isinstance(detail["input"], str) else None
     return SpecProblem(where, path or "spec", message, suggestion, describe(target.schema, schema), _help(target))
+
+
+def _bad_key(detail: ErrorDetails, root: Node, schema: Schema) -> SpecProblem:
+    """A name that a block of any names does not take."""
+    path = tuple(detail["loc"][:-1])
+    return SpecProblem(
+        position_of(root, path),
+        dotted(root, path),
+        f"the name {_shown(detail['input'])} is {_NOT_TAKEN}",
+        None,
+        _names_of(path, schema),
+    )
+
+
+def _names_of(path: Path, schema: Schema) -> str | None:
+    """Names that the block above `path` takes, in words."""
+    names = locate(schema, path).parent.get("propertyNames")
+    words = names.get(FORM) if isinstance(names, dict) else None
+    return words if isinstance(words, str) else None
 
 
 def _unknown_key(target: Target, where: Position, path: str, schema: Schema) -> SpecProblem:
@@ -111,6 +142,15 @@ def _help(target: Target) -> str | None:
 def _shown(value: object) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def _wrong(detail: ErrorDetails) -> str:
+    """What is wrong with a value, in words."""
+    if detail["type"] == "string_pattern_mismatch":
+        return _NOT_TAKEN
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        return "must be text; put it in quotes"
+    return _lower_first(str(detail["msg"]))
 
 
 def _lower_first(text: str) -> str:

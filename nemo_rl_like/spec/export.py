@@ -6,12 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.base import Spec, form
 from nemo_rl_like.spec.stage import StageBase
 
-ServedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
+ServedName = Annotated[
+    str,
+    form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$", "up to 100 letters, digits, `_`, `-` and `.`, a letter or digit first"),
+]
 """A name that is also a folder's: up to 100 letters, digits, `_`, `-` or `.`."""
-AbsolutePath = Annotated[str, Field(pattern=r"^/[^\s\"]*$")]
+AbsolutePath = Annotated[str, form(r"^/[^\s\"]*$", "an absolute path (it begins with `/`), without blanks or quotes")]
 """An absolute path without blanks or quotes."""
 ServedDtype = Literal["auto", "bfloat16", "float16", "float32"]
 

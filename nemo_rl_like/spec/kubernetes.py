@@ -6,21 +6,27 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.base import Spec, form
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
+_LABEL_WORDS = "lower-case letters, digits and `-`, a letter or digit at both ends"
+_WORD_WORDS = "at most 63 letters, digits, `-`, `_` and `.`, a letter or digit at both ends"
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
-Label = Annotated[str, Field(pattern=rf"^{_LABEL}$")]
+Label = Annotated[str, form(rf"^{_LABEL}$", f"{_LABEL_WORDS}, at most 63")]
 """Name of an object that is one label of a DNS name (RFC 1123): at most 63 of a-z, 0-9 and `-`."""
-Domain = Annotated[str, Field(pattern=rf"^{_DOMAIN}$", max_length=253)]
+Domain = Annotated[
+    str, form(rf"^{_DOMAIN}$", f"{_LABEL_WORDS}, in parts of at most 63 with dots between them", max_length=253)
+]
 """Name of an object that is a DNS name: labels with dots between them."""
-Key = Annotated[str, Field(pattern=rf"^({_DOMAIN}/)?{_WORD}$", max_length=317)]
+Key = Annotated[
+    str, form(rf"^({_DOMAIN}/)?{_WORD}$", f"{_WORD_WORDS}; before it a domain and `/` if it has one", max_length=317)
+]
 """Key of a label, annotation, taint or resource: a word, after a domain and `/` where it has one."""
-LabelValue = Annotated[str, Field(pattern=rf"^({_WORD})?$")]
+LabelValue = Annotated[str, form(rf"^({_WORD})?$", _WORD_WORDS)]
 """Value of a label: at most 63 letters, digits, `-`, `_` and `.`."""
-Folder = Annotated[str, Field(pattern=r"^/[^:\x00-\x1f]*$")]
+Folder = Annotated[str, form(r"^/[^:\x00-\x1f]*$", "an absolute path (it begins with `/`), without `:`")]
 """Absolute path in the container; Kubernetes takes no `:` in one."""
 
 
@@ -29,7 +35,7 @@ class SecretKeySpec(Spec):
 
     secret: Domain
     """Name of the Secret, in the job's namespace."""
-    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]{1,253}$")]
+    key: Annotated[str, form(r"^[-._a-zA-Z0-9]{1,253}$", "letters, digits, `-`, `_` and `.`")]
     """Key in it."""
 
 
@@ -80,7 +86,10 @@ class ClaimSpec(Spec):
     """Name of the claim, in the job's namespace; several hosts need access mode ReadWriteMany."""
     path: Folder
     """Where the container sees it."""
-    sub_path: Annotated[str, Field(pattern=r"^[^/:\x00-\x1f][^:\x00-\x1f]*$")] | None = None
+    sub_path: (
+        Annotated[str, form(r"^[^/:\x00-\x1f][^:\x00-\x1f]*$", "a path that does not begin with `/`, without `:`")]
+        | None
+    ) = None
     """Folder of the volume; default: all of it."""
     read_only: bool = False
     """The container cannot write there."""

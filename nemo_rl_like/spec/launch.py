@@ -6,22 +6,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from nemo_rl_like.spec.base import Spec
+from nemo_rl_like.spec.base import Spec, form
 from nemo_rl_like.spec.container import ContainerSpec
 from nemo_rl_like.spec.hosts import GenerationSpec, HostGroup
 from nemo_rl_like.spec.kubernetes import KubernetesSpec
 from nemo_rl_like.spec.secret_names import is_secret
 from nemo_rl_like.spec.slurm import SlurmSpec
 
-_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+_VARIABLE = form(r"^[A-Za-z_][A-Za-z0-9_]*$", "letters, digits and `_`, not a digit first")
+_PATH = "an absolute path (it begins with `/`), without control characters"
 
 
 class MountSpec(Spec):
     """A folder of the host, or of a volume, that the container sees."""
 
-    source: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")]
+    source: Annotated[str, form(r"^/[^\x00-\x1f\x7f]*$", _PATH)]
     """Absolute path on the host."""
-    target: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")]
+    target: Annotated[str, form(r"^/[^\x00-\x1f\x7f]*$", _PATH)]
     """Absolute path in the container."""
     read_only: bool = False
     """The container cannot write there."""
@@ -81,11 +82,13 @@ class LaunchSpec(Spec):
     """How often a job that failed or lost a host is started again; each start resumes."""
     stops_without_progress: PositiveInt = 3
     """How often in a row a job that is started again (Slurm, Kubernetes) may be told to stop before it saved anything new; then it fails."""
-    image: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$")] | None = None
+    image: (
+        Annotated[str, form(r"^[^\s\x00-\x1f\x7f]+$", "one word, for example `registry.example/nrl@sha256:...`")] | None
+    ) = None
     """Container image; best by digest (`name@sha256:...`). Default: no container (Slurm), an error (Kubernetes, container)."""
     mounts: tuple[MountSpec, ...] = ()
     """Folders of the host that the container sees."""
-    environment: dict[Annotated[str, Field(pattern=_VARIABLE)], str] = Field(default_factory=dict)
+    environment: dict[Annotated[str, _VARIABLE], str] = Field(default_factory=dict)
     """Variables of every process of the job. Never secrets: those stand in `secrets`, by reference."""
     slurm: SlurmSpec = SlurmSpec()
     """What Slurm must know."""

@@ -22,14 +22,18 @@ from nemo_rl_like.spec.overrides import apply_overrides
 from nemo_rl_like.spec.presets import with_presets
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
 from nemo_rl_like.spec.schema_walk import kinds_of
+from nemo_rl_like.spec.secret_names import is_secret_value
 from nemo_rl_like.spec.settings import with_settings
 from nemo_rl_like.spec.shorthand import with_blocks, with_kinds
-from nemo_rl_like.spec.source import Node, Path, child, dotted, plain
+from nemo_rl_like.spec.source import Node, Path, dotted, plain
 from nemo_rl_like.spec.yaml_reader import install_core_schema
 
 _SECRET_KEY = re.compile(
-    r"(^|_)(api_?key|password|passwd|secret|access_token|auth_token|private_key)s?$", re.IGNORECASE
+    r"(^|_)(api_?key|password|passwd|secret|private_key|(access|auth|api|bearer|hf|hub|github|refresh)_token)s?$|^token$",
+    re.IGNORECASE,
 )
+_FREE = ("environment", "config")
+"""Where a spec takes any key."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -136,14 +140,13 @@ def _escaped(value: JSON) -> JSON:
 
 
 def _refuse_plain_secrets(root: Node) -> None:
-    """Environments take any configuration, so a password may be written there: refuse it by its key's name."""
-    environment = child(root, "environment")
-    config = child(environment, "config") if environment is not None else None
+    """Secrets that are written out: by the shape of their value anywhere, by their key's name where environments take any key."""
+    message = "looks like a secret in plain text; list it under `secrets` as {env: NAME}, set the variable NAME, and remove it here"
     problems = [
         SpecProblem(node.where, dotted(root, path), message)
-        for path, node in (_leaves(config, ("environment", "config")) if config is not None else ())
-        if isinstance(node.value, str) and _SECRET_KEY.search(str(path[-1]))
-        for message in ("looks like a secret in plain text; list it under `secrets` as {env: NAME} and remove it here",)
+        for path, node in _leaves(root, ())
+        if isinstance(node.value, str)
+        and (is_secret_value(node.value) or (path[:2] == _FREE and _SECRET_KEY.search(str(path[-1]))))
     ]
     if problems:
         raise SpecProblems(problems)

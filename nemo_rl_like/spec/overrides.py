@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_rl_like.spec.problems import SpecProblem, SpecProblems
+from nemo_rl_like.spec.secret_names import may_hold_secret
 from nemo_rl_like.spec.source import Node, Position, item_names, list_index
 from nemo_rl_like.spec.yaml_reader import read_yaml_text
 
@@ -27,8 +28,8 @@ def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
 
 
 def _apply(root: Node, text: str) -> Node:
-    where = Position(f"override `{text}`")
     key, equals, value = text.partition("=")
+    where = Position(f"override `{key}=...`" if may_hold_secret(text) else f"override `{text}`")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         message = "is not of the form path.to.key=value, for example stages.rl.steps=5"
@@ -54,7 +55,8 @@ def _set(node: Node, parts: list[str], value: Node, where: Position, path: str) 
             raise SpecProblems([_no_item(items, head, where, path)])
         items[index] = _set(items[index], rest, value, where, path)
         return Node(items, node.where)
-    message = f"`{head}` cannot be set below {node.value!r}, which is not a block ({node.where})"
+    shown = "text that may be a secret" if may_hold_secret(f"{path}={node.value}") else repr(node.value)
+    message = f"`{head}` cannot be set below {shown}, which is not a block ({node.where})"
     raise SpecProblems([SpecProblem(where, path, message)])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nemo_rl_like.artifacts.hashing import JSON
+from nemo_rl_like.spec.base import FORM
 from nemo_rl_like.spec.source import Path
 
 Schema: TypeAlias = Mapping[str, JSON]
@@ -98,7 +99,8 @@ def describe(field: Schema, root: Schema) -> str:
         case "boolean":
             return "true or false"
         case "string":
-            return f"text of the form {field['pattern']}" if "pattern" in field else "text"
+            words = field.get(FORM, f"text of the form {field['pattern']}" if "pattern" in field else "text")
+            return str(words)
         case "null":
             return "null"
     return "any value"
@@ -164,9 +166,10 @@ def _tagged(schema: Schema, part: str | int, root: Schema) -> Schema | None:
 def _entry(block: Schema, part: str | int) -> Schema:
     """Schema of the entry `part` of a block or list; empty when there is none."""
     if isinstance(part, str):
-        known = properties(block)
-        further = block.get("additionalProperties")
-        return known.get(part, further if isinstance(further, Mapping) else {})
+        known, patterns = properties(block), block.get("patternProperties")
+        of_any_name = list(patterns.values()) if isinstance(patterns, Mapping) else []
+        further = [value for value in (block.get("additionalProperties"), *of_any_name) if isinstance(value, Mapping)]
+        return known.get(part, further[0] if further else {})
     fixed = _schemas(block.get("prefixItems"))
     if part < len(fixed):
         return fixed[part]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from nemo_rl_like.spec.base import Spec, form
 
-from nemo_rl_like.spec.base import Spec
-
-Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\"'`\\#]+$")]
+Word = Annotated[str, form(r"^[^\s\x00-\x1f\x7f\"'`\\#]+$", "one word, without blanks, quotes, backslashes or `#`")]
 """One word of a directive: no blanks, control characters, quotes, backslashes or `#`."""
-Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f\"\\#]*$")]
+Line = Annotated[str, form(r"^[^\x00-\x1f\x7f\"\\#]*$", "one line, without double quotes, backslashes or `#`")]
 """One line of a directive: no control characters, double quotes, backslashes or `#`."""
-GresType = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+GresType = Annotated[
+    str, form(r"^[A-Za-z0-9_.-]+$", "letters, digits, `_`, `.` and `-`; the number is `launch.devices_per_node`")
+]
 """Type of GPU, as in `gpu:TYPE:8`."""
 
 

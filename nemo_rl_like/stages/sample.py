@@ -83,7 +83,7 @@ class _Drawing:
                 done += self._part(first, min(size, total - first), file)
                 bar.advance()
                 terminal.metrics(number, len(files), _shown(done))
-                if stop.received and number < len(files):
+                if stop.received:
                     raise StoppedBySignal(
                         f"{stop.received}: stopped after {done.prompts} of {total} prompts, which are kept; "
                         "run the same command with --resume to go on"

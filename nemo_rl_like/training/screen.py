@@ -65,7 +65,7 @@ class MetricFiles:
             self._events.write(step, metrics)
 
     def position(self) -> int:
-        """Where the next line will stand, in bytes."""
+        """How many lines there are, which is the same in equal runs."""
         return self._lines.position()
 
     def truncate(self, position: int, step: int) -> None:

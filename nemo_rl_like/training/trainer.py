@@ -96,6 +96,7 @@ class Trainer:
                 for step in range(done + 1, total + 1):
                     last = self._step(step, stop) or last
                 self._saver.finish()
+                self._stop_if_told(stop, total, last)
             except Exception:
                 self._saver.salvage()
                 raise
@@ -115,13 +116,18 @@ class Trainer:
         self._saver.poll()
         due = self.spec.every_steps and step % self.spec.every_steps == 0
         saved = self._save(step) if due or step == self.recipe.total_steps or stop.received else None
-        if stop.received and step < self.recipe.total_steps:
+        if saved is not None:
+            self._stop_if_told(stop, step, saved)
+        return saved
+
+    def _stop_if_told(self, stop: StopRequest, step: int, saved: Path) -> None:
+        """Also after the last step: whoever asked the run to stop wants no next stage either."""
+        if stop.received:
             self._saver.finish()
             raise StoppedBySignal(
                 f"{stop.received}: saved {saved} and stopped after step {step} of {self.recipe.total_steps}; "
                 "run the same command with --resume to go on"
             )
-        return saved
 
     def _record(self, step: int, report: StepReport) -> None:
         self._latest = {**self._latest, **report.metrics}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,9 +147,11 @@ def test_what_a_target_cannot_split_is_refused(
 
 def test_a_target_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(
-        SubmitError, match="no target 'pbs'; the targets are local, slurm, kubernetes, container, nemo-run-local"
+        SpecError, match="no target 'pbs'; the targets are local, slurm, kubernetes, container, nemo-run-local"
     ):
         registry.target("pbs")
+    with pytest.raises(SpecError, match="no target 'slrum'; did you mean `slurm`"):
+        registry.entry("slrum")
 
 
 def test_a_way_to_a_target_is_a_target_of_its_own(tmp_path: Path) -> None:
@@ -156,8 +160,20 @@ def test_a_way_to_a_target_is_a_target_of_its_own(tmp_path: Path) -> None:
     ask = partial(request_of, spec, [], seeds="1,2", stages_as_jobs=False, until=None)
     assert (ask("local", via="nemo-run").target, ask("slurm", via=None).target) == ("nemo-run-local", "slurm")
     assert ask("local", via=None).seeds == (1, 2)
-    with pytest.raises(SubmitError, match="no target 'nemo-run-kubernetes'"):
+    with pytest.raises(SpecError, match="--via nemo-run reaches local and slurm, and --to is 'kubernetes'; leave"):
         ask("kubernetes", via="nemo-run")
+    with pytest.raises(SpecError, match="--via is 'nemorun', must be nemo-run"):
+        ask("slurm", via="nemorun")
+
+
+@pytest.mark.parametrize("start", [submit, dry_run])
+@pytest.mark.parametrize("target", ["local", "slurm", "kubernetes", "container"])
+def test_a_stage_that_is_none_is_refused_before_anything_is_submitted(
+    tmp_path: Path, target: str, start: Callable[[Request], object]
+) -> None:
+    with pytest.raises(SpecError, match="--until is 'evaluat', and the stages are evaluate; did you mean `evaluate`"):
+        start(replace(request(tmp_path, target), until="evaluat"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_that_was_never_submitted_says_what_to_give(tmp_path: Path) -> None:

@@ -24,34 +24,45 @@ def test_resume_leaves_every_step_once(
     sink = JsonlSink(path)
     for step in range(saved):
         sink.write(step, {"reward": step / 3})
-    offset = sink.position()
+    lines = sink.position()
     for step in range(saved, saved + extra):
         sink.write(step, {"reward": -1.0})
     sink.close()
     if torn:
         path.write_bytes(path.read_bytes() + b'{"step": 99, "rew')
     resumed = JsonlSink(path)
-    resumed.truncate(offset)
+    resumed.truncate(lines)
     for step in range(saved, 8):
         resumed.write(step, {"reward": step / 3})
     resumed.close()
     assert read_series(path, "reward") == [(step, step / 3) for step in range(8)]
 
 
-def test_a_new_sink_appends_and_position_is_the_file_size(tmp_path: Path) -> None:
+def test_a_new_sink_appends_and_position_is_the_number_of_lines(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "metrics.jsonl"
     for step in range(2):
         sink = JsonlSink(path)
         sink.write(step, {"reward": 1.0})
-        assert sink.position() == path.stat().st_size
+        assert sink.position() == step + 1
         sink.close()
     assert [row["step"] for row in read_lines(path)] == [0, 1]
 
 
 def test_a_file_shorter_than_the_checkpoint_says_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with pytest.raises(OutputFolderError, match=r"0 bytes.*had 40"):
-        JsonlSink(path).truncate(40)
+    with pytest.raises(OutputFolderError, match=r"1 lines.*had 2:"):
+        sink = JsonlSink(path)
+        sink.write(1, {"reward": 0.5})
+        sink.truncate(2)
+
+
+def test_the_position_does_not_depend_on_how_long_numbers_are(tmp_path: Path) -> None:
+    positions = set()
+    for i, seconds in enumerate((0.1, 0.123456789)):
+        sink = JsonlSink(tmp_path / f"{i}.jsonl")
+        sink.write(1, {"timing/step": seconds})
+        positions.add(sink.position())
+    assert positions == {1}
 
 
 def test_every_line_is_strict_json_and_not_finite_is_null(tmp_path: Path) -> None:

@@ -263,6 +263,34 @@ def test_types_are_not_bent(base: Path) -> None:
     assert {p.path for p in found} == {"seed", "stages.rl.steps", "model.init.tie_embeddings", "name"}
 
 
+@pytest.mark.parametrize(
+    ("override", "message", "allowed"),
+    [
+        ("launch.slurm.partition=a b", "is 'a b': not of the form", "one word, without blanks, quotes"),
+        ("launch.kubernetes.namespace=Mine", "is 'Mine': not of the form", "lower-case letters, digits and `-`"),
+        ("launch.mounts=[{source: data, target: /d}]", "is 'data': not of the form", "an absolute path"),
+        ("launch.environment.A-B=x", "the name 'A-B' is not of the form", "letters, digits and `_`, not a digit first"),
+        ("launch.environment.A=1", "is 1: must be text; put it in quotes", "text"),
+    ],
+)
+def test_forms_are_told_in_words(base: Path, override: str, message: str, allowed: str) -> None:
+    (problem,) = problems(base, override)
+    assert message in problem.message and allowed in str(problem.allowed)
+    assert "pattern" not in str(problem) and "^" not in str(problem)
+
+
+def test_every_pattern_of_the_spec_is_told_in_words() -> None:
+    def walk(value: object) -> list[object]:
+        if isinstance(value, list):
+            return [found for item in value for found in walk(item)]
+        if not isinstance(value, dict):
+            return []
+        mine = [value["pattern"]] if "pattern" in value and "$comment" not in value else []
+        return mine + [found for item in value.values() for found in walk(item)]
+
+    assert walk(ExperimentSpec.model_json_schema()) == []
+
+
 def test_combinations_of_fields_are_checked_with_their_block(base: Path) -> None:
     (problem,) = problems(base, "stages.rl.samples_per_prompt=1")
     assert problem.path == "stages.rl"
@@ -270,12 +298,61 @@ def test_combinations_of_fields_are_checked_with_their_block(base: Path) -> None
     assert problem.where.line == 8
 
 
-@pytest.mark.parametrize("key", ["api_key", "hub_password", "access_token", "SECRET"])
+@pytest.mark.parametrize("key", ["api_key", "hub_password", "access_token", "SECRET", "hf_token", "token"])
 def test_secrets_in_plain_text_are_refused_and_not_repeated(base: Path, key: str) -> None:
     (problem,) = problems(base, f"environment.config={{deep: [{{{key}: hush}}]}}")
     assert "looks like a secret" in problem.message
     assert problem.path == f"environment.config.deep.0.{key}"
-    assert "hush" not in problem.message
+    assert "hush" not in str(problem)
+
+
+PASTED = "hf_" + "aB3" * 12
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "name",
+        "secrets.HUB.env",
+        "environment.config.any",
+        "launch.environment.ANY",
+        "launch.slurm.comment",
+        "model.path",
+    ],
+)
+@pytest.mark.parametrize(
+    "value", [PASTED, "sk-proj-" + "x_-9" * 8, "nvapi-" + "x" * 40, "http://me:hush@proxy:3128", "AKIA" + "Q" * 16]
+)
+def test_a_pasted_secret_is_refused_wherever_it_stands_and_not_repeated(base: Path, place: str, value: str) -> None:
+    assert not [text for text in map(str, problems(base, f"{place}={value}")) if value in text or "hush" in text]
+    block, _, key = place.rpartition(".")
+    lines = "".join(f"{name}:\n{'  ' * i}" for i, name in enumerate(block.split("."), 1)) if block else ""
+    child = write(base.with_name("child.yaml"), f"extends: base.yaml\n{lines}{key}: '{value}'\n")
+    assert not [text for text in map(str, problems(child)) if value in text or "hush" in text]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("secrets.HUB=hush",),
+        ("secrets=hush",),
+        ("secrets.HUB.env=hush-hush",),
+        ("secrets={HUB: {env: hush-hush}}",),
+        ("secrets.HUB=hush", "secrets.HUB.env=NAME"),
+        ("launch.environment.HF_TOKEN=hush",),
+        ("launch.environment={OPENAI_API_KEY: hush}",),
+        ("hf_token=hush",),
+        ("secrets.HUB={env: hush",),
+    ],
+)
+def test_what_stands_where_a_secret_may_is_not_repeated(base: Path, overrides: tuple[str, ...]) -> None:
+    assert not [text for text in map(str, problems(base, *overrides)) if "hush" in text]
+
+
+def test_tokens_of_a_model_are_no_secrets(base: Path) -> None:
+    config = "environment.config={stop_token: <end>, max_tokens: 5, tokens: a}"
+    (problem,) = problems(base, config, "stages.rl.sampling.max_new_tokens=-5")
+    assert "max_new_tokens=-5" in str(problem)
 
 
 def test_a_secret_is_the_name_of_a_variable(base: Path) -> None:

@@ -19,6 +19,9 @@ from nemo_rl_like.launch.target import JobStatus
 from nemo_rl_like.pipeline.records import read_status
 from nemo_rl_like.spec.loader import load_spec
 
+VIA = "nemo-run"
+"""What jobs may be handed to, instead of to the target itself."""
+
 
 def node(
     path: Path,
@@ -54,7 +57,11 @@ def request_of(
     until: str | None,
 ) -> Request:
     """What a command line asks for. Raises SpecError, SubmitError."""
+    if via not in (None, VIA):
+        raise SpecError(f"--via is {via!r}, must be {VIA}; without it the target of --to is used itself")
     target = to if via is None else f"{via}-{to}"
+    if via is not None and target not in registry.TARGETS:
+        raise SpecError(f"--via {via} reaches local and slurm, and --to is {to!r}; leave --via out")
     registry.entry(target)
     try:
         numbers = tuple(int(word) for word in seeds.split(",")) if seeds else ()
