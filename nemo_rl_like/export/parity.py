@@ -13,6 +13,7 @@ from typing import Literal
 
 import psutil
 
+from nemo_rl_like.artifacts import control_group
 from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.export.hf_layout import CONFIG
 from nemo_rl_like.export.manifest import ParityRecord
@@ -23,7 +24,6 @@ _BYTES_A_PARAMETER = 9
 """Plain transformers in float64, and what it keeps beside its weights."""
 _BASE_BYTES = 2 << 30
 """Libraries, activations and logits."""
-_CGROUP = Path("/sys/fs/cgroup")
 TASK, FOUND = "task.json", "found.json"
 """What the process is given and leaves."""
 
@@ -126,11 +126,8 @@ def _obstacle(export: Path) -> str:
 
 def _free_bytes() -> int:
     """Memory that this process may still take: the host's, and its control group's."""
-    free = int(psutil.virtual_memory().available)
-    limit, used = (_CGROUP / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
+    free, left = int(psutil.virtual_memory().available), control_group.memory_left()
+    return free if left is None else min(free, left)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_rl_like.artifacts import control_group
 from nemo_rl_like.artifacts.errors import InputError
 from nemo_rl_like.artifacts.files import nearest_existing
 from nemo_rl_like.cluster.devices import visible_devices
@@ -127,9 +128,8 @@ def host_memory() -> int:
     """Bytes of this host's memory, or of this process's control group where that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total = int(fields["MemTotal"].split()[0]) << 10
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdigit() else total
+    limit = control_group.memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def _shapes(spec: ExperimentSpec) -> Iterator[tuple[int, ...]]:

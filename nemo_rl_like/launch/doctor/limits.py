@@ -7,12 +7,11 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
+from nemo_rl_like.artifacts import control_group
 from nemo_rl_like.launch.doctor.finding import Finding, Level, ok
 
 _FILES, _FEWEST_FILES = 65_536, 4_096
-_PIDS = Path("/sys/fs/cgroup/pids.max")
 _FEWEST_PIDS = 4_096
 _DEADLINE_S = 10.0
 STRAY = ("RAY_ADDRESS", "CUDA_LAUNCH_BLOCKING", "PYTHONHASHSEED", "TORCH_DISTRIBUTED_DEBUG")
@@ -44,12 +43,12 @@ def check_limits(
             f"limit {locked} bytes, and RDMA registers memory without one",
             "ulimit -l unlimited (LimitMEMLOCK=infinity of the scheduler's daemon; IPC_LOCK in a container)",
         )
-    text = _PIDS.read_text().strip() if _PIDS.is_file() else "max"
-    if text.isdigit() and int(text) < _FEWEST_PIDS:
+    processes = control_group.process_limit()
+    if processes is not None and processes < _FEWEST_PIDS:
         yield Finding(
             "processes",
             "warn",
-            f"the control group allows {text} (limit {_FEWEST_PIDS})",
+            f"the control group allows {processes} (limit {_FEWEST_PIDS})",
             "raise pids.max (docker --pids-limit, kubelet podPidsLimit)",
         )
     variables = os.environ if environ is None else environ
