@@ -17,7 +17,7 @@ from nemo_rl_like.checkpoint.layout import ADAPTER
 from nemo_rl_like.checkpoint.shards import disk_full_named
 from nemo_rl_like.data.render import Renderer
 from nemo_rl_like.data.tokenizer import load_tokenizer
-from nemo_rl_like.export.folders import copy_side_files, whole
+from nemo_rl_like.export.folders import copy_side_files
 from nemo_rl_like.export.hf_layout import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, GENERATION, TOKENIZER
 from nemo_rl_like.export.problems import Problem, require_none
 from nemo_rl_like.model import lora_stacked, prefix
@@ -30,17 +30,11 @@ from nemo_rl_like.policy.store import BASE_ADAPTER
 _GIB = 1 << 30
 
 
-def write_export(source: Path, target: Path, shard_gib: float) -> None:
-    """Write the Hugging Face folder `source` to `target`, under a temporary name until it is whole.
-
-    Raises OutputFolderError if `target` exists and is not an empty folder, InputError for damaged weights, BundleError if a tensor differs.
-    """
-    with whole(target) as partial:
-        copy_model(source, partial, shard_gib)
-
-
 def copy_model(source: Path, folder: Path, shard_gib: float) -> None:
-    """Write weights and side files of `source` into `folder`, and compare the weights. Raises as `write_export`."""
+    """Write weights and side files of `source` into `folder`, and compare the weights.
+
+    Raises InputError for damaged weights, BundleError if a tensor differs.
+    """
     with disk_full_named(folder, "the export"):
         copy_weights(source, folder, int(shard_gib * _GIB))
     copy_side_files(source, folder)  # its own config.json, with the special tokens' ids

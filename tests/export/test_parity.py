@@ -15,11 +15,11 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.export import parity
 from nemo_rl_like.export.bundle import ExportSource, How, write_bundles
-from nemo_rl_like.export.hf import write_export
 from nemo_rl_like.export.parity import Found, needed_bytes, prove
 from nemo_rl_like.export.parity_process import compare, tokenizer_differences
 from nemo_rl_like.export.problems import BundleError
 from nemo_rl_like.spec.export import HfTarget
+from tests.export.copied import copy_whole
 from tests.export.made import VOCABULARY, hugging_face_folder
 
 GOOD = Found("megatron", 100, 1e-6, 1e-5, 48, 0, ())
@@ -30,7 +30,7 @@ def pair(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """A checkpoint's weights, and their export."""
     weights = run_folder / "sft" / "checkpoints" / "step_3" / "weights"
     out = tmp_path_factory.mktemp("parity") / "out"
-    write_export(weights, out, 1.0)
+    copy_whole(weights, out)
     return weights, out
 
 
@@ -71,7 +71,7 @@ def test_a_family_that_megatron_lacks_is_compared_with_transformers(tmp_path: Pa
     }
     model = Olmo2ForCausalLM(Olmo2Config(vocab_size=VOCABULARY, max_position_embeddings=64, eos_token_id=0, **shape))
     folder = hugging_face_folder(tmp_path / "olmo2", model)
-    write_export(folder, tmp_path / "out", 1.0)
+    copy_whole(folder, tmp_path / "out")
     found = compare(folder, tmp_path / "out", 0)
     assert found.problems == () and found.reference == "transformers" and found.max_logit_difference == 0.0
 
@@ -117,7 +117,7 @@ def test_the_template_s_own_end_token_becomes_a_stop_token(tmp_path: Path) -> No
     template.write_text(template.read_text().replace("<|pad|>", tokens["pad_token"]))
     generation = {"eos_token_id": 0, "temperature": 0.6}
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    write_export(folder, tmp_path / "out", 1.0)
+    copy_whole(folder, tmp_path / "out")
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert found == {**generation, "eos_token_id": [0, 1], "pad_token_id": 1}
 
@@ -129,7 +129,7 @@ def test_ids_that_the_vocabulary_lacks_end_no_answer(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 50279}))
     beyond = {"eos_token_id": [50279, 0], "bos_token_id": VOCABULARY, "temperature": 0.6}
     (folder / "generation_config.json").write_text(json.dumps(beyond))
-    write_export(folder, tmp_path / "out", 1.0)
+    copy_whole(folder, tmp_path / "out")
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert found == {"eos_token_id": 0, "pad_token_id": 1, "temperature": 0.6}
 

