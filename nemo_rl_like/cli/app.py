@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from nemo_rl_like.pipeline.run_folder import Start
 
+
+class _Commands(TyperGroup):
+    """The commands, of which one has two words beside another that has its first."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        both = " ".join(args[:2])
+        return super().resolve_command(ctx, [both, *args[2:]] if both in self.commands else args)
+
+
 app = typer.Typer(
     name="nrl",
+    cls=_Commands,
     help="Post-training for language models: one typed spec from data to a served checkpoint.",
     epilog="Exit codes: 0 done, 1 failed, 2 bad spec, input or output folder, 75 stopped by a signal after saving, 130 Ctrl-C.",
     no_args_is_help=True,
@@ -355,7 +366,7 @@ def export(
     command.export(source, target, stage)
 
 
-@app.command("export-check")
+@app.command("export check")
 def check_export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Bundle, Hugging Face folder or PEFT folder.")],
     as_json: AsJson = False,

@@ -1,4 +1,4 @@
-"""`nrl export-check`: which bundle a folder holds, and what is wrong with it, by its files alone."""
+"""`nrl export check`: which bundle a folder holds, and what is wrong with it, by its files alone."""
 
 from __future__ import annotations
 

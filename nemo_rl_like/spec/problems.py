@@ -44,7 +44,8 @@ class SpecProblem:
 class SpecProblems(SpecError):
     """All problems of one spec, in one error."""
 
-    def __init__(self, problems: Sequence[SpecProblem]) -> None:
+    def __init__(self, problems: Sequence[SpecProblem], of: str = "the spec") -> None:
+        """`of`: what they are in, in words."""
         self.problems = tuple(problems)
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''} in the spec"
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''} in {of}"
         super().__init__("\n".join([count, *(f"  {p}".replace("\n", "\n  ") for p in self.problems)]))

@@ -104,7 +104,7 @@ def read_yaml_text(text: str, name: str, *, lines: bool = True) -> Node:
     except yaml.YAMLError as error:
         raise _problem(Position(name), f"not valid YAML: {str(error).splitlines()[0]}") from error
     if root is None:
-        return Node({}, Position(name, 1 if lines else None))
+        return Node({}, Position(name, 1)) if lines else Node(None, Position(name))
     return _Converter(name, lines).convert(root)
 
 

@@ -50,7 +50,8 @@ def parsed(words: list[str]) -> dict[str, Any]:
     """A command's options and arguments, read by its own parser; nothing is run. Raises UsageError, KeyError for a command that is none."""
     command, names = typer.main.get_command(app), list(words)
     while isinstance(command, TyperGroup):
-        command = command.commands[names.pop(0)]
+        count = 2 if " ".join(names[:2]) in command.commands else 1
+        command, names = command.commands[" ".join(names[:count])], names[count:]
     if names and all(word.startswith("-") or before.startswith("-") for before, word in pairwise(["", *names])):
         required = [p for p in command.params if p.param_type_name == "argument" and p.required]
         names += ["X"] * len(required)  # a text names a command with the option that it is about

@@ -320,9 +320,10 @@ def test_the_command_line_takes_targets_and_their_options(run_folder: Path, tmp_
     common = {"adapter": False, "parity": "auto", "shard_gib": 4.0, "license_name": None}
     for kinds, options, words in (
         (["hf", "nim"], ["version=1.x"], "give one --to"),
-        (["nim"], ["version"], "must be KEY=VALUE"),
-        (["nim"], ["versoin=1.x"], "Extra inputs are not permitted"),
-        (["nmi"], [], "does not match any of the expected tags"),
+        (["nim"], ["version"], "'version' is not of the form KEY=VALUE"),
+        (["nim"], ["versoin=1.x"], r"`versoin=1.x`: targets.nim.versoin: unknown key; did you mean `version`\?"),
+        (["nim"], ["version=3.x"], r"`version=3.x`: targets.nim.version: is '3.x': must be '1.x' or '2.x'"),
+        (["nmi"], [], r"--to nmi: .* unknown kind 'nmi'; did you mean `nim`\?\n.*allowed: one of gguf, hf"),
     ):
         with pytest.raises(SpecError, match=words):
             export_stage(kinds, options, **common)

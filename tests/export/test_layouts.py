@@ -261,11 +261,11 @@ def test_a_quantised_folder_says_how_its_bytes_are_read(copy_of: Callable[[str],
 def test_export_check_says_what_a_folder_is_and_exits_2_for_a_broken_one(
     bundles: Path, tmp_path: Path, copy_of: Callable[[str], Path]
 ) -> None:
-    done = CliRunner().invoke(app, ["export-check", str(bundles / "nim")])
+    done = CliRunner().invoke(app, ["export", "check", str(bundles / "nim")])
     assert done.exit_code == 0 and done.stdout == f"{bundles / 'nim'}: nim: ok\n"
     folder = copy_of("hf")
     (folder / "tokenizer.json").unlink()
-    done = CliRunner().invoke(app, ["export-check", str(folder), "--json"])
+    done = CliRunner().invoke(app, ["export", "check", str(folder), "--json"])
     assert done.exit_code == 2
     found = json.loads(done.stdout)
     assert (found["ok"], found["kind"], found["manifest"]) == (False, "hf", False)

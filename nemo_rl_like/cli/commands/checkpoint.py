@@ -1,4 +1,4 @@
-"""`nrl eval`, `nrl chat`, `nrl export` and `nrl export-check`: what one does with a checkpoint."""
+"""`nrl eval`, `nrl chat`, `nrl export` and `nrl export check`: what one does with a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
-import yaml
-from pydantic import ValidationError
 
 from nemo_rl_like.artifacts.errors import InputError, SpecError
 from nemo_rl_like.cli.logs import log_to_stderr
@@ -16,23 +14,21 @@ from nemo_rl_like.export.check import check_bundle
 from nemo_rl_like.pipeline.lineage import find_lineage
 from nemo_rl_like.spec.evaluate import EvaluationSpec
 from nemo_rl_like.spec.export import ExportStageSpec
+from nemo_rl_like.spec.options import block_of, key_and_value, node_of
+from nemo_rl_like.spec.source import Node, Position
 from nemo_rl_like.stages.api import chat_session, checkpoint_at, evaluate_checkpoint, export_checkpoint
 
 
 def evaluation(split: str, tasks: int | None, samples: int, temperature: float, max_new_tokens: int) -> EvaluationSpec:
-    """The evaluation that the options ask for. Raises InputError for a split that does not exist."""
+    """The evaluation that the options ask for. Raises SpecProblems naming the option that is wrong."""
     values = {
-        "split": split,
-        "tasks": tasks,
-        "samples_per_task": samples,
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
+        "split": node_of(split, "--split"),
+        "tasks": node_of(tasks, "--tasks"),
+        "samples_per_task": node_of(samples, "--samples"),
+        "temperature": node_of(temperature, "--temperature"),
+        "max_new_tokens": node_of(max_new_tokens, "--max-new-tokens"),
     }
-    try:
-        return EvaluationSpec.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise InputError(f"--{first['loc'][0]} is {first['input']!r}: {first['msg']}") from error
+    return block_of(EvaluationSpec, values)
 
 
 def evaluate(source: Path, how: EvaluationSpec, *, as_json: bool) -> None:
@@ -62,24 +58,21 @@ def export_stage(
     shard_gib: float,
     license_name: str | None,
 ) -> ExportStageSpec:
-    """The stage that the options ask for. Raises SpecError naming the option that is wrong."""
+    """The stage that the options ask for. Raises SpecProblems naming the option that is wrong."""
     if options and len(kinds) != 1:
         raise SpecError(
             f"{options[0]}: KEY=VALUE are options of one target; give one --to, or write the targets in a spec"
         )
-    given = dict(_option(text) for text in options)
+    given = dict(key_and_value(text, "max_model_len=4096") for text in options)
+    targets = [Node({"kind": node_of(kind, f"--to {kind}"), **given}, Position(f"--to {kind}")) for kind in kinds]
     values = {
-        "adapter": adapter,
-        "targets": [{"kind": kind, **given} for kind in kinds],
-        "parity": parity,
-        "shard_gib": shard_gib,
-        "license": license_name,
+        "adapter": node_of(adapter, "--adapter"),
+        "targets": Node(targets, Position("--to")),
+        "parity": node_of(parity, "--parity"),
+        "shard_gib": node_of(shard_gib, "--shard-gib"),
+        "license": node_of(license_name, "--license"),
     }
-    try:
-        return ExportStageSpec.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise SpecError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; it is {first['input']!r}") from error
+    return block_of(ExportStageSpec, values)
 
 
 def export(source: Path, target: Path, stage: ExportStageSpec) -> None:
@@ -107,17 +100,6 @@ def check_export(folder: Path, *, as_json: bool) -> bool:
     for problem in report.problems:
         typer.echo(f"  {problem}")
     return not problems
-
-
-def _option(text: str) -> tuple[str, object]:
-    """KEY=VALUE, the value as YAML."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise SpecError(f"{text!r} must be KEY=VALUE, an option of the target such as max_model_len=4096")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise SpecError(f"{key}: {value!r} is not valid YAML: {error}") from error
 
 
 def _ask() -> str:
