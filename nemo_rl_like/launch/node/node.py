@@ -158,8 +158,8 @@ class _Host:
         )
         code = 1
         try:
-            daemons.start(block, address, self._resources(), self._daemon_environ(address), None)
-            self._wait_for_port(daemons, address, block)
+            self._start(daemons, block, address, None)
+            self._wait_until_up(daemons)
             gathering.open(f"{address}:{block.gcs}")
             if self.place.source == "alone":
                 logger.info("on each other host: nrl node SPEC --join %s:%d", address, block.first)
@@ -193,8 +193,7 @@ class _Host:
         with holder:
             member = self._join()
             try:
-                environ = self._daemon_environ(member.address)
-                daemons.start(block, member.address, self._resources(), environ, member.ray_address)
+                self._start(daemons, block, member.address, member.ray_address)
                 return self._stay(daemons, member)
             except Exception as error:
                 member.tell({"say": "failed", "why": str(error)[:2000]})
@@ -321,21 +320,21 @@ class _Host:
         secrets = {ref.env: os.environ[ref.env] for ref in self.spec.secrets.values() if ref.env in os.environ}
         return self._environ() | secrets | cluster.variable()
 
-    def _wait_for_port(self, daemons: RayDaemons, address: str, block: Block) -> None:
+    def _start(self, daemons: RayDaemons, block: Block, address: str, head: str | None) -> None:
+        environ = self._daemon_environ(address)
+        daemons.start(block, address, self._resources(), environ, head, seconds=self.launch.start_timeout_s)
+
+    def _wait_until_up(self, daemons: RayDaemons) -> None:
+        """Others join only a head that stays: one that fails while it starts is started anew."""
         check = self._watch(daemons)
         end = time.monotonic() + self.launch.start_timeout_s
-        while True:
-            try:
-                socket.create_connection((address, block.gcs), 1.0).close()
-                return
-            except OSError as error:
-                check()
-                if time.monotonic() > end:
-                    raise HostLost(
-                        f"Ray's head did not open {address}:{block.gcs} within {self.launch.start_timeout_s:g} s ({error}); "
-                        f"look at {daemons.log}, or raise `launch.start_timeout_s`"
-                    ) from error
-                time.sleep(_POLL_S)
+        while not daemons.up:
+            check()
+            if time.monotonic() > end:
+                raise HostLost(
+                    f"Ray's head was not up within {self.launch.start_timeout_s:g} s; look at {daemons.log}, or raise `launch.start_timeout_s`"
+                )
+            time.sleep(_POLL_S)
 
     def _watch(self, daemons: RayDaemons) -> Callable[[], None]:
         """What ends a wait early: a signal, or the end of Ray."""
