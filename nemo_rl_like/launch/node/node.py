@@ -22,7 +22,7 @@ from nemo_rl_like.artifacts.errors import StoppedBySignal
 from nemo_rl_like.cluster.environment import allowed
 from nemo_rl_like.cluster.joined import JobCluster
 from nemo_rl_like.launch.doctor.examine import require_fit
-from nemo_rl_like.launch.node import token
+from nemo_rl_like.launch.node import held, token
 from nemo_rl_like.launch.node.address import interface_of, own_address, resolve
 from nemo_rl_like.launch.node.daemons import RayDaemons, Resources
 from nemo_rl_like.launch.node.devices import count_devices
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _GIB = 1 << 30
-_ANSWERED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def run_node(
@@ -95,7 +94,8 @@ class _Signals:
     def heard(cls, stop_file: Path | None) -> Iterator[_Signals]:
         """Remember the signals that a scheduler sends, from the main thread, until the end of the block."""
         found = cls(stop_file)
-        before = {number: signal.signal(number, found._remember) for number in _ANSWERED}
+        before = {number: signal.signal(number, found._remember) for number in held.ANSWERED}
+        held.release()
         try:
             yield found
         finally:
@@ -238,12 +238,19 @@ class _Host:
         try:
             while (code := driver.poll()) is None:
                 look(driver)
-                for number in self.signals.take():
-                    driver.tell(number)
+                self._pass_on(driver)
                 time.sleep(_POLL_S)
+            if code not in (0, StoppedBySignal.exit_code):
+                time.sleep(_POLL_S)  # what ended it may have been a signal that is still on its way to this process
+                self._pass_on(driver)
+                code = driver.job_code(reach_workers=self.place.source == "slurm")
         finally:
             driver.kill()
         return self.ended(code)
+
+    def _pass_on(self, driver: Driver) -> None:
+        for number in self.signals.take():
+            driver.tell(number)
 
     def ended(self, code: int) -> int:
         """The job's exit code. Raises NoProgress for one that its scheduler would start again for nothing."""
