@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_rl_like.artifacts.errors import SpecError
+from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError
 from nemo_rl_like.cli.commands.job import request_of
 from nemo_rl_like.launch import registry
 from nemo_rl_like.launch.nemo_run import _stage_script
 from nemo_rl_like.launch.slurm.accounting import Accounts
 from nemo_rl_like.launch.slurm.script import NAME
-from nemo_rl_like.launch.slurm.target import SlurmTarget, _status
+from nemo_rl_like.launch.slurm.target import SlurmTarget, _status, _told
+from nemo_rl_like.launch.submission import Record, find, outputs, write_record
 from nemo_rl_like.launch.submit import Request, _job, _parts, _specs, dry_run
 from nemo_rl_like.launch.target import Job
 from nemo_rl_like.spec.experiment import ExperimentSpec
@@ -281,6 +282,40 @@ def test_an_array_has_one_spec_and_one_output_a_seed() -> None:
 def test_slurms_states_become_ours(state: str, code: str, expected: tuple[str, int | None]) -> None:
     found = _status(state, code, "None")
     assert (found.state, found.exit_code) == expected and state.split()[0] in found.detail
+
+
+@pytest.mark.parametrize(
+    ("fields", "state", "words"),
+    [
+        ({"JobState": "RUNNING", "NodeList": "node[1-2]"}, "running", "RUNNING, on node[1-2]"),
+        ({"JobState": "RUNNING", "Restarts": "2"}, "running", "RUNNING, started again 2 times"),
+        (
+            {"JobState": "PENDING", "Reason": "Resources", "StartTime": "2030-01-02T03:04:05"},
+            "queued",
+            "PENDING, Resources, expected to start at 2030-01-02T03:04:05",
+        ),
+        ({"JobState": "PENDING", "Reason": "Priority", "StartTime": "Unknown"}, "queued", "PENDING, Priority"),
+        ({"JobState": "FAILED", "ExitCode": "75:0", "ArrayTaskId": "3"}, "cancelled", "seed 3: FAILED, exit code 75:0"),
+        ({"JobState": "FAILED", "ExitCode": "1:0", "ArrayTaskId": "8"}, "failed", "seed 8: FAILED, exit code 1:0"),
+    ],
+)
+def test_a_task_is_told_with_its_place_its_starts_and_what_it_waits_for(
+    tmp_path: Path, fields: dict[str, str], state: str, words: str
+) -> None:
+    (tmp_path / "cancelled-3").touch()
+    found = _told({"ExitCode": "0:0", "Reason": "None", "NodeList": "(null)", "Restarts": "0", **fields}, tmp_path)
+    assert (found.state, found.detail) == (state, words)
+
+
+def test_a_seeds_output_is_its_task_of_the_array(tmp_path: Path) -> None:
+    record = Record(target="slurm", job_id="7", command=(), submitted="", working_folder="/", seeds=(3, 8))
+    (tmp_path / "run.jobs" / "0001").mkdir(parents=True)
+    write_record(tmp_path / "run.jobs" / "0001", record)
+    found = find(tmp_path / "run-seed8")
+    assert (found.record.job_id, found.record.seeds) == ("7_8", (8,)) and outputs(found) == [tmp_path / "run-seed8"]
+    assert outputs(find(tmp_path / "run")) == [tmp_path / "run-seed3", tmp_path / "run-seed8"]
+    with pytest.raises(OutputFolderError, match="has no submission"):
+        find(tmp_path / "run-seed4")
 
 
 def test_a_job_by_accounting_is_its_last_start_and_the_gpu_time_of_all() -> None:
