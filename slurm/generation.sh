@@ -27,9 +27,13 @@ set -uo pipefail
 spec=/lustre/me/project/runs/generation.jobs/0001/spec.yaml
 failures=/lustre/me/project/runs/generation.jobs/0001/failures
 stop=/lustre/me/project/runs/generation.jobs/0001/stop
+cancelled=/lustre/me/project/runs/generation.jobs/0001/cancelled
 rm -f "$stop"
 
-# A signal to the step would reach every process in it; the file reaches the driver alone, which saves.
+# Slurm itself starts a job again that it preempts, or whose host fails, while it is being cancelled.
+[[ -e $cancelled ]] && exit 75
+
+# A signal to the step may reach every process in it; the file reaches the driver alone, which saves.
 trap 'touch "$stop"' USR1
 srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --het-group=0,1 \
   --container-image=nvcr.io/nvidia/nemo:25.07 \
@@ -39,15 +43,10 @@ srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --het-group=0,1 \
   nrl node "$spec" --stop-file "$stop" &
 step=$!
 
-code=0
-while true; do
-  wait "$step"
-  code=$?
-  kill -0 "$step" 2>/dev/null || break
-done
+while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
 # 75: it saved because it was told to. 2: the spec or an input is wrong, so another start would end the same way.
-if [[ -e /lustre/me/project/runs/generation.jobs/0001/cancelled || $code == 0 || $code == 2 ]]; then
+if [[ -e $cancelled || $code == 0 || $code == 2 ]]; then
   exit "$code"
 fi
 if [[ $code != 75 ]]; then

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from nemo_rl_like.launch.node import held
 from nemo_rl_like.pipeline.run_folder import Start
 
 
@@ -120,6 +121,7 @@ def node(
     ] = None,
 ) -> None:
     """One host's part of a job: forms the cluster, runs the driver, ends it all. What schedulers start, once on each host."""
+    held.hold()
     from nemo_rl_like.cli.commands import job as command
 
     files = {"exit_code_file": exit_code_file, "stop_file": stop_file}

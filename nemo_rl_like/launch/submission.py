@@ -9,7 +9,7 @@ import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -71,17 +71,40 @@ def submissions(output: Path) -> list[Submission]:
 
 
 def find(run: Path) -> Submission:
-    """The submission that a person means: a submission's folder, or the newest of an output folder. Raises OutputFolderError."""
+    """The submission that a person means: a submission's folder, or the newest of an output folder; of one seed's, that task of its array.
+
+    Raises OutputFolderError.
+    """
     run = run.absolute()
     if (run / RECORD).is_file():
         return Submission(run, _read(run / RECORD))
-    found = submissions(run)
+    found = submissions(run) or _of_seed(run)
     if not found:
         raise OutputFolderError(
             f"{run} has no submission (no {jobs_folder(run)}/*/{RECORD}); give the output folder of a run that was submitted, or a "
             "submission's own folder"
         )
     return found[-1]
+
+
+def outputs(one: Submission) -> list[Path]:
+    """The output folders of a submission: one a seed of an array."""
+    output = output_of(one.folder)
+    return [seed_output(output, seed) for seed in one.record.seeds] or [output]
+
+
+def _of_seed(run: Path) -> list[Submission]:
+    """Arrays that have a task for this output, as if they had no other: their id is `JOB_SEED`."""
+    name, _, seed = run.name.rpartition("-seed")
+    if not name or not seed.isdecimal():
+        return []
+    arrays = [one for one in submissions(run.with_name(name)) if int(seed) in one.record.seeds]
+    return [
+        replace(
+            one, record=one.record.model_copy(update={"job_id": f"{one.record.job_id}_{seed}", "seeds": (int(seed),)})
+        )
+        for one in arrays
+    ]
 
 
 @contextmanager

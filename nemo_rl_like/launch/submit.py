@@ -101,9 +101,12 @@ def resubmit(run: Path) -> list[Submission]:
 
 
 def _parts(request: Request) -> list[Request]:
-    """The request as requests of one job each."""
+    """The request as requests of one job each. Raises SpecError for a pipeline that no stage order makes sense of, and for options that contradict."""
     entry = registry.entry(request.target)
     check_until(request.spec, request.until)
+    stages = [stage.name for stage in wire(request.spec)]
+    if request.until is not None:
+        stages = stages[: stages.index(request.until) + 1]
     if request.stages_as_jobs and not entry.chains:
         raise SpecError(
             f"--stages-as-jobs: target {request.target} has no jobs that wait for others; submit to slurm, or leave it out"
@@ -116,7 +119,7 @@ def _parts(request: Request) -> list[Request]:
         raise SpecError(f"--seeds names one twice: {','.join(map(str, request.seeds))}; name each once")
     parts = [request]
     if request.stages_as_jobs:
-        parts = [replace(request, until=stage.name) for stage in wire(request.spec)]
+        parts = [replace(request, until=stage) for stage in stages]
     if request.seeds and (not entry.arrays or request.spec.launch.generation is not None):
         parts = [replace(request, spec=_of_seed(request, seed), seeds=()) for seed in request.seeds]
     return parts

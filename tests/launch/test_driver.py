@@ -49,12 +49,33 @@ def test_its_exit_code_is_the_jobs(start: Start, code: int) -> None:
 def test_a_signal_that_it_was_told_of_is_a_stop_even_before_there_is_anything_to_save(start: Start) -> None:
     driver = start("READY; exec sleep 30", 60.0)
     driver.tell(signal.SIGUSR1)
-    assert ended(driver) == 75
+    assert ended(driver) == 128 + signal.SIGUSR1 and driver.job_code(reach_workers=False) == 75
+
+
+@pytest.mark.parametrize(("code", "expected"), [(1, 75), (143, 75), (0, 0), (2, 2), (75, 75)])
+def test_a_driver_that_fails_after_sigterm_was_stopped_where_that_reaches_its_workers(
+    start: Start, code: int, expected: int
+) -> None:
+    driver = start(f"trap 'exit {code}' TERM; READY; while true; do sleep 0.1; done", 60.0)
+    driver.tell(signal.SIGTERM)
+    assert ended(driver) == code
+    assert (driver.job_code(reach_workers=False), driver.job_code(reach_workers=True)) == (code, expected)
+    driver.lose("rank 1 was lost")
+    assert driver.job_code(reach_workers=True) == code
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 1), (signal.SIGINT, 130)])
+def test_an_exit_code_of_its_own_after_another_signal_is_the_jobs(start: Start, number: int, code: int) -> None:
+    """SIGUSR1 and the stop file reach the driver alone; 130 is the second Ctrl-C, after which nothing was saved."""
+    name = signal.Signals(number).name.removeprefix("SIG")
+    driver = start(f"trap 'exit {code}' {name}; READY; while true; do sleep 0.1; done", 60.0)
+    driver.tell(number)
+    assert ended(driver) == code and driver.job_code(reach_workers=True) == code
 
 
 def test_a_signal_that_nobody_told_it_of_is_a_failure(start: Start) -> None:
     driver = start("kill -KILL $$", 60.0)
-    assert ended(driver) == 128 + signal.SIGKILL
+    assert ended(driver) == 128 + signal.SIGKILL and driver.job_code(reach_workers=True) == 128 + signal.SIGKILL
 
 
 def test_a_lost_host_leaves_it_time_to_end_by_itself(start: Start) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.cluster.devices import Devices, visible_devices
 from nemo_rl_like.cluster.joined import ENV, JobCluster, of_environment
 from nemo_rl_like.launch.node import devices as devices_module
-from nemo_rl_like.launch.node import token
+from nemo_rl_like.launch.node import held, token
 from nemo_rl_like.launch.node.address import NoAddress, interface_of, own_address, resolve
 from nemo_rl_like.launch.node.devices import DevicesMissing, count_devices
 from nemo_rl_like.launch.node.node import _Host, _Signals, run_node
@@ -22,6 +27,7 @@ from nemo_rl_like.spec.experiment import ExperimentSpec
 from nemo_rl_like.spec.hosts import GenerationSpec
 from nemo_rl_like.spec.launch import LaunchSpec
 from nemo_rl_like.spec.loader import resolved_yaml
+from tests.launch.jobs import wait_until, write_job
 
 
 def spec_of(**launch: Any) -> ExperimentSpec:
@@ -145,3 +151,38 @@ def test_a_contradicting_place_ends_before_anything_is_started(tmp_path: Path, m
     with pytest.raises(PlaceError, match="by kubernetes and by ray"):
         run_node(path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_signal_that_was_held_is_heard_once_it_is_answered() -> None:
+    early: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: early.append(number))
+    try:
+        held.hold()
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        with _Signals.heard(None) as signals:
+            assert (signals.take(), early) == ([signal.SIGUSR1], [])
+    finally:
+        held.release()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_while_it_is_imported_is_a_stop(tmp_path: Path) -> None:
+    """The real command, told as soon as it lets signals wait; without that SIGTERM ends it, which its job would count as a failure."""
+    spec = write_job(tmp_path, tmp_path / "run", nodes=1, ranks=1, addresses={}, extra="  doctor: false\n")
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-m", "nemo_rl_like", "node", str(spec)]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: blocks(process.pid, signal.SIGTERM), lambda: (tmp_path / "log").read_text(), seconds=60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    finally:
+        process.kill()
+    assert "stopped by SIGTERM before the driver had started" in (tmp_path / "log").read_text()
+
+
+def blocks(pid: int, number: int) -> bool:
+    """Whether a process lets a signal wait (proc_pid_status(5))."""
+    mask = re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return mask is not None and bool(int(mask.group(1), 16) >> (number - 1) & 1)

@@ -164,6 +164,44 @@ def test_an_array_runs_each_seed_in_its_own_folder(stub: Stub) -> None:
 
 
 @pytest.mark.slow
+def test_one_seed_of_an_array_is_told_of_and_cancelled_alone(stub: Stub) -> None:
+    stub.does("save")
+    job = stub.started(stub.spec(), "--seeds", "3,8")
+    wait_until(lambda: all(stub.heard(f"log-{seed}.txt") for seed in (3, 8)), lambda: stub.slurm.call("squeue"))
+    one, other = (f"{stub.output}-seed{seed}" for seed in (3, 8))
+    assert nrl("cancel", one, environ=stub.environ).returncode == 0
+    wait_until(lambda: "cancelled (seed 3: FAILED" in status_of(stub, one), lambda: status_of(stub, one))
+    assert f"slurm job {job}_8: running (seed 8: RUNNING, on node" in status_of(stub, other)
+    assert f"slurm job {job}: running (seed " in status_of(stub, str(stub.output))
+    logged = nrl("logs", one, environ=stub.environ).stdout
+    assert f"seed-3.yaml --stop-file {stub.jobs}/0001/stop-3" in logged and "seed-8" not in logged
+    assert nrl("cancel", str(stub.output), environ=stub.environ).returncode == 0
+    wait_until(lambda: stub.slurm.call("squeue", "-h") == "", lambda: stub.slurm.call("squeue"))
+    assert f"slurm job {job}: cancelled (seed " in status_of(stub, str(stub.output))
+
+
+def status_of(stub: Stub, run: str) -> str:
+    return nrl("status", run, environ=stub.environ).stdout
+
+
+@pytest.mark.slow
+def test_an_array_that_is_cancelled_leaves_no_task_waiting(stub: Stub) -> None:
+    """One host is up, so that two of four tasks of two cores run."""
+    stub.does("save")
+    stub.slurm.call("scontrol", "update", "nodename=node[2-4]", "state=drain", "reason=test")
+    try:
+        stub.started(stub.spec("  cpus_per_node: 2\n"), "--seeds", "1,2,3,4")
+        wait_until(lambda: len(stub.slurm.call("squeue", "-h", "-t", "R").splitlines()) == 2, lambda: "none runs")
+        wait_until(lambda: len(list(stub.jobs.glob("0001/log-*.txt"))) == 2, lambda: "no logs")
+        wait_until(lambda: all(stub.heard(p.name) for p in stub.jobs.glob("0001/log-*.txt")), lambda: "not heard")
+        assert nrl("cancel", str(stub.output), environ=stub.environ).returncode == 0
+        wait_until(lambda: stub.slurm.call("squeue", "-h") == "", lambda: stub.slurm.call("squeue"))
+        assert len(list(stub.jobs.glob("0001/log-*.txt"))) == 2
+    finally:
+        stub.slurm.call("scontrol", "update", "nodename=node[2-4]", "state=resume")
+
+
+@pytest.mark.slow
 def test_stages_are_jobs_and_after_one_that_failed_the_next_never_starts(stub: Stub) -> None:
     stub.does("0")
     spec = stub.spec()

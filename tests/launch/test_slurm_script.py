@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError
+from nemo_rl_like.cli.commands.job import request_of
+from nemo_rl_like.launch import registry
+from nemo_rl_like.launch.nemo_run import _stage_script
 from nemo_rl_like.launch.slurm.accounting import Accounts
 from nemo_rl_like.launch.slurm.script import NAME
-from nemo_rl_like.launch.slurm.target import SlurmTarget, _status
-from nemo_rl_like.launch.submit import Request, _job, _specs
+from nemo_rl_like.launch.slurm.target import SlurmTarget, _status, _told
+from nemo_rl_like.launch.submission import Record, find, outputs, write_record
+from nemo_rl_like.launch.submit import Request, _job, _parts, _specs, dry_run
 from nemo_rl_like.launch.target import Job
 from nemo_rl_like.spec.experiment import ExperimentSpec
-from nemo_rl_like.spec.loader import load_spec
+from nemo_rl_like.spec.loader import load_spec, resolved_yaml
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = [
@@ -112,6 +119,56 @@ def test_names_and_paths_are_made_harmless_or_refused(name: str, path: str) -> N
         blank = [line.replace(str(job.folder), "/shared/run.jobs/0001") for line in structure(rendered(job))]
         assert blank == structure(rendered(job_of()))
     assert re.fullmatch(r"[A-Za-z0-9-]+", job.name)
+
+
+WORD_WRITER = '#!/bin/sh\nprintf "%s\\0" "$@" >"${0%/*}/words"\n'
+
+
+def words_of(script: str, command: str, folder: Path) -> list[str]:
+    """What a shell that runs the script hands to a command, which a stand-in of this name writes down."""
+    (folder / command).write_text(WORD_WRITER)
+    (folder / command).chmod(0o755)
+    (folder / "script.sh").write_text(script)
+    environ = {"PATH": f"{folder}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "script.sh"], cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return (folder / "words").read_bytes().decode().split("\0")[:-1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(until=text.filter(lambda words: "\0" not in words))
+def test_a_shell_hands_on_the_last_stage_as_one_word_whatever_it_holds(until: str) -> None:
+    """By the renderers alone: `nrl submit` refuses a name that is no stage's before."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = replace(job_of(folder=name, cwd=name), until=until)
+        words = words_of(rendered(job), "srun", folder)
+        given_to_node = words[words.index("node") :]
+        assert given_to_node == ["node", f"{folder}/spec.yaml", "--stop-file", f"{folder}/stop", "--until", until]
+        assert words_of(_stage_script(job, 0, until), "nrl", folder)[2:4] == ["--until", until]
+        assert {path.name for path in folder.iterdir()} <= {"srun", "nrl", "script.sh", "words", "nemo-run-0.0.log"}
+
+
+@pytest.mark.parametrize("until", ["", "lost", "last; touch x", "$(touch x)", "--wait", "last\n"])
+@pytest.mark.parametrize("target", registry.TARGETS)
+def test_a_last_stage_that_is_none_is_refused_before_anything_is_rendered(target: str, until: str) -> None:
+    with pytest.raises(
+        SpecError, match=f"--until is {re.escape(repr(until))}, and the stages are last; name one of them"
+    ):
+        dry_run(Request(job_of().spec, target, Path("/home/me"), until=until))
+
+
+def test_one_job_a_stage_ends_with_the_last_stage_that_was_asked_for() -> None:
+    stages = [{"kind": "evaluate", "name": name} for name in ("first", "second", "third")]
+    request = Request(job_of(stages=stages).spec, "slurm", Path("/home/me"), stages_as_jobs=True, until="second")
+    assert [part.until for part in _parts(request)] == ["first", "second"]
+
+
+@pytest.mark.parametrize("seeds", ["1;touch x", "$(touch x)", "1 2", "a"])
+def test_seeds_that_are_no_numbers_are_refused(tmp_path: Path, seeds: str) -> None:
+    (tmp_path / "spec.yaml").write_text(resolved_yaml(job_of().spec))
+    with pytest.raises(SpecError, match="--seeds is"):
+        request_of(tmp_path / "spec.yaml", [], "slurm", via=None, seeds=seeds, stages_as_jobs=False, until=None)
 
 
 @pytest.mark.parametrize(
@@ -218,12 +275,47 @@ def test_an_array_has_one_spec_and_one_output_a_seed() -> None:
         ("TIMEOUT", "0:15", ("failed", 143)),
         ("CANCELLED by 0", "0:15", ("cancelled", 143)),
         ("OUT_OF_MEMORY", "0:125", ("failed", 253)),
+        ("PREEMPTED", "0:15", ("failed", 143)),
         ("NEW_STATE", "0:0", ("unknown", 0)),
     ],
 )
 def test_slurms_states_become_ours(state: str, code: str, expected: tuple[str, int | None]) -> None:
     found = _status(state, code, "None")
     assert (found.state, found.exit_code) == expected and state.split()[0] in found.detail
+
+
+@pytest.mark.parametrize(
+    ("fields", "state", "words"),
+    [
+        ({"JobState": "RUNNING", "NodeList": "node[1-2]"}, "running", "RUNNING, on node[1-2]"),
+        ({"JobState": "RUNNING", "Restarts": "2"}, "running", "RUNNING, started again 2 times"),
+        (
+            {"JobState": "PENDING", "Reason": "Resources", "StartTime": "2030-01-02T03:04:05"},
+            "queued",
+            "PENDING, Resources, expected to start at 2030-01-02T03:04:05",
+        ),
+        ({"JobState": "PENDING", "Reason": "Priority", "StartTime": "Unknown"}, "queued", "PENDING, Priority"),
+        ({"JobState": "FAILED", "ExitCode": "75:0", "ArrayTaskId": "3"}, "cancelled", "seed 3: FAILED, exit code 75:0"),
+        ({"JobState": "FAILED", "ExitCode": "1:0", "ArrayTaskId": "8"}, "failed", "seed 8: FAILED, exit code 1:0"),
+    ],
+)
+def test_a_task_is_told_with_its_place_its_starts_and_what_it_waits_for(
+    tmp_path: Path, fields: dict[str, str], state: str, words: str
+) -> None:
+    (tmp_path / "cancelled-3").touch()
+    found = _told({"ExitCode": "0:0", "Reason": "None", "NodeList": "(null)", "Restarts": "0", **fields}, tmp_path)
+    assert (found.state, found.detail) == (state, words)
+
+
+def test_a_seeds_output_is_its_task_of_the_array(tmp_path: Path) -> None:
+    record = Record(target="slurm", job_id="7", command=(), submitted="", working_folder="/", seeds=(3, 8))
+    (tmp_path / "run.jobs" / "0001").mkdir(parents=True)
+    write_record(tmp_path / "run.jobs" / "0001", record)
+    found = find(tmp_path / "run-seed8")
+    assert (found.record.job_id, found.record.seeds) == ("7_8", (8,)) and outputs(found) == [tmp_path / "run-seed8"]
+    assert outputs(find(tmp_path / "run")) == [tmp_path / "run-seed3", tmp_path / "run-seed8"]
+    with pytest.raises(OutputFolderError, match="has no submission"):
+        find(tmp_path / "run-seed4")
 
 
 def test_a_job_by_accounting_is_its_last_start_and_the_gpu_time_of_all() -> None:

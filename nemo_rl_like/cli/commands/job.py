@@ -104,8 +104,11 @@ def _code(one: Submission, found: JobStatus) -> int:
 def tell(run: Path, *, as_json: bool) -> None:
     """Print how far a job and the stages of its run are."""
     one, found = status(run)
-    output = submission.output_of(one.folder)
-    stages = {name: record.state for name, record in read_status(output).stages.items()}
+    runs = {
+        output.name: {name: record.state for name, record in read_status(output).stages.items()}
+        for output in submission.outputs(one)
+    }
+    array = bool(one.record.seeds)
     if as_json:
         values = {
             "folder": str(one.folder),
@@ -113,19 +116,24 @@ def tell(run: Path, *, as_json: bool) -> None:
             "job": one.record.job_id,
             "state": found.state,
         }
+        stages = runs if array else next(iter(runs.values()))
         typer.echo(
             json.dumps({**values, "detail": found.detail, "exit_code": found.exit_code, "stages": stages}, indent=1)
         )
         return
     typer.echo(f"{one.folder}: {one.record.target} job {one.record.job_id}: {found.state} ({found.detail})")
-    for name, state in stages.items():
-        typer.echo(f"  {name}: {state}")
+    for run_name, stages in runs.items():
+        for name, state in stages.items():
+            typer.echo(f"  {f'{run_name}: ' if array else ''}{name}: {state}")
 
 
 def logs(run: Path, *, follow: bool) -> None:
     """Print a job's log; with `follow` until it ends."""
     one = submission.find(run)
-    for line in registry.target(one.record.target).logs(one.record.job_id, one.folder, follow=follow):
+    target = registry.target(one.record.target)
+    if follow and (found := target.status(one.record.job_id, one.folder)).state == "queued":
+        typer.echo(f"{one.folder}: queued ({found.detail}); its log follows", err=True)
+    for line in target.logs(one.record.job_id, one.folder, follow=follow):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 

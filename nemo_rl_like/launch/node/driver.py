@@ -14,6 +14,8 @@ from nemo_rl_like.artifacts.errors import StoppedBySignal
 
 logger = logging.getLogger(__name__)
 
+_DECIDED = (0, 2, StoppedBySignal.exit_code)
+"""Exit codes that no signal to a worker makes: done, a spec that is wrong, saved."""
 _SAVE_S = 60.0
 """What a driver gets to save after a host was lost, before it is killed, in seconds."""
 
@@ -30,32 +32,44 @@ class Driver:
         self._grace_s = lost_after_s
 
     def poll(self) -> int | None:
-        """Exit code for this job, once the driver has ended: its own; 128 + n after signal n; 75 when a signal that was passed on met it
-        before there was anything to save."""
+        """Exit code, once the driver has ended: its own, or 128 + n after signal n."""
         code = self._process.poll()
         if code is None:
             self._press()
             return None
-        if code >= 0:
-            return code
-        return StoppedBySignal.exit_code if -code in self._told and self._lost_at is None else 128 - code
+        return code if code >= 0 else 128 - code
+
+    def job_code(self, *, reach_workers: bool) -> int:
+        """Exit code for this job, once the driver has ended: that of `poll`, or 75 where a signal that was passed on ended it.
+
+        Args:
+            reach_workers: the scheduler may send SIGTERM to every process of a job, so that a driver that failed after it has lost its workers to it.
+        """
+        code = self._process.returncode
+        own = code if code >= 0 else 128 - code
+        if self._lost_at is not None:
+            return own
+        if -code in self._told:
+            return StoppedBySignal.exit_code
+        if reach_workers and signal.SIGTERM in self._told and own not in _DECIDED:
+            logger.warning(
+                "the driver ended with exit code %d after SIGTERM, which may have reached its workers: that is a stop",
+                own,
+            )
+            return StoppedBySignal.exit_code
+        return own
 
     def tell(self, number: int) -> None:
         """Pass a signal on."""
         logger.info("signal %s goes to the driver, which saves", signal.Signals(number).name)
         self._told.add(number)
-        self._process.send_signal(number)
+        self._process.send_signal(number)  # nothing where it has ended
 
     def lose(self, why: str) -> None:
         """A host of the job is gone: the driver gets `lost_after_s` to find out by itself, then a minute to save, then it is killed."""
         logger.error("%s", why)
         if self._lost_at is None:
             self._lost_at = time.monotonic()
-
-    @property
-    def lost_a_host(self) -> bool:
-        """Whether `lose` was called."""
-        return self._lost_at is not None
 
     def _press(self) -> None:
         if self._lost_at is None:

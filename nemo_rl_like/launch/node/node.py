@@ -22,7 +22,7 @@ from nemo_rl_like.artifacts.errors import StoppedBySignal
 from nemo_rl_like.cluster.environment import allowed
 from nemo_rl_like.cluster.joined import JobCluster
 from nemo_rl_like.launch.doctor.examine import require_fit
-from nemo_rl_like.launch.node import token
+from nemo_rl_like.launch.node import held, token
 from nemo_rl_like.launch.node.address import interface_of, own_address, resolve
 from nemo_rl_like.launch.node.daemons import RayDaemons, Resources
 from nemo_rl_like.launch.node.devices import count_devices
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _GIB = 1 << 30
-_ANSWERED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def run_node(
@@ -95,7 +94,8 @@ class _Signals:
     def heard(cls, stop_file: Path | None) -> Iterator[_Signals]:
         """Remember the signals that a scheduler sends, from the main thread, until the end of the block."""
         found = cls(stop_file)
-        before = {number: signal.signal(number, found._remember) for number in _ANSWERED}
+        before = {number: signal.signal(number, found._remember) for number in held.ANSWERED}
+        held.release()
         try:
             yield found
         finally:
@@ -158,8 +158,8 @@ class _Host:
         )
         code = 1
         try:
-            daemons.start(block, address, self._resources(), self._daemon_environ(address), None)
-            self._wait_for_port(daemons, address, block)
+            self._start(daemons, block, address, None)
+            self._wait_until_up(daemons)
             gathering.open(f"{address}:{block.gcs}")
             if self.place.source == "alone":
                 logger.info("on each other host: nrl node SPEC --join %s:%d", address, block.first)
@@ -193,8 +193,7 @@ class _Host:
         with holder:
             member = self._join()
             try:
-                environ = self._daemon_environ(member.address)
-                daemons.start(block, member.address, self._resources(), environ, member.ray_address)
+                self._start(daemons, block, member.address, member.ray_address)
                 return self._stay(daemons, member)
             except Exception as error:
                 member.tell({"say": "failed", "why": str(error)[:2000]})
@@ -239,12 +238,19 @@ class _Host:
         try:
             while (code := driver.poll()) is None:
                 look(driver)
-                for number in self.signals.take():
-                    driver.tell(number)
+                self._pass_on(driver)
                 time.sleep(_POLL_S)
+            if code not in (0, StoppedBySignal.exit_code):
+                time.sleep(_POLL_S)  # what ended it may have been a signal that is still on its way to this process
+                self._pass_on(driver)
+                code = driver.job_code(reach_workers=self.place.source == "slurm")
         finally:
             driver.kill()
         return self.ended(code)
+
+    def _pass_on(self, driver: Driver) -> None:
+        for number in self.signals.take():
+            driver.tell(number)
 
     def ended(self, code: int) -> int:
         """The job's exit code. Raises NoProgress for one that its scheduler would start again for nothing."""
@@ -321,21 +327,21 @@ class _Host:
         secrets = {ref.env: os.environ[ref.env] for ref in self.spec.secrets.values() if ref.env in os.environ}
         return self._environ() | secrets | cluster.variable()
 
-    def _wait_for_port(self, daemons: RayDaemons, address: str, block: Block) -> None:
+    def _start(self, daemons: RayDaemons, block: Block, address: str, head: str | None) -> None:
+        environ = self._daemon_environ(address)
+        daemons.start(block, address, self._resources(), environ, head, seconds=self.launch.start_timeout_s)
+
+    def _wait_until_up(self, daemons: RayDaemons) -> None:
+        """Others join only a head that stays: one that fails while it starts is started anew."""
         check = self._watch(daemons)
         end = time.monotonic() + self.launch.start_timeout_s
-        while True:
-            try:
-                socket.create_connection((address, block.gcs), 1.0).close()
-                return
-            except OSError as error:
-                check()
-                if time.monotonic() > end:
-                    raise HostLost(
-                        f"Ray's head did not open {address}:{block.gcs} within {self.launch.start_timeout_s:g} s ({error}); "
-                        f"look at {daemons.log}, or raise `launch.start_timeout_s`"
-                    ) from error
-                time.sleep(_POLL_S)
+        while not daemons.up:
+            check()
+            if time.monotonic() > end:
+                raise HostLost(
+                    f"Ray's head was not up within {self.launch.start_timeout_s:g} s; look at {daemons.log}, or raise `launch.start_timeout_s`"
+                )
+            time.sleep(_POLL_S)
 
     def _watch(self, daemons: RayDaemons) -> Callable[[], None]:
         """What ends a wait early: a signal, or the end of Ray."""

@@ -22,23 +22,22 @@ set -uo pipefail
 spec={spec}
 failures={failures}
 stop={stop}
+cancelled={cancelled}
 rm -f "$stop"
 
-# A signal to the step would reach every process in it; the file reaches the driver alone, which saves.
+# Slurm itself starts a job again that it preempts, or whose host fails, while it is being cancelled.
+[[ -e $cancelled ]] && exit {saved}
+
+# A signal to the step may reach every process in it; the file reaches the driver alone, which saves.
 trap 'touch "$stop"' USR1
 srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none{groups}{container} \\
   {node} node "$spec" --stop-file "$stop"{until} &
 step=$!
 
-code=0
-while true; do
-  wait "$step"
-  code=$?
-  kill -0 "$step" 2>/dev/null || break
-done
+while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
 # {saved}: it saved because it was told to. 2: the spec or an input is wrong, so another start would end the same way.
-if [[ -e {cancelled} || $code == 0 || $code == 2 ]]; then
+if [[ -e $cancelled || $code == 0 || $code == 2 ]]; then
   exit "$code"
 fi
 if [[ $code != {saved} ]]; then
@@ -92,7 +91,7 @@ def script(job: Job) -> str:
         spec=f"{folder}/seed{task}.yaml" if job.seeds else f"{folder}/spec.yaml",
         failures=f"{folder}/failures{task}",
         stop=f"{folder}/stop{task}",
-        cancelled=f"{folder}/{CANCELLED}",
+        cancelled=f"{folder}/{CANCELLED}{task}",
         groups=f" --het-group={','.join(map(str, range(len(parts))))}" if len(parts) > 1 else "",
         container="".join(f" \\\n  {shlex.quote(flag)}" for flag in _container(job)),
         node="nrl" if launch.image is not None else f"{shlex.quote(sys.executable)} -m nemo_rl_like",

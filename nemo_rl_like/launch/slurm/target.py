@@ -28,6 +28,9 @@ _STATES: Mapping[str, State] = {
         ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"), "failed"
     ),
 }
+_OVER = ("already completing or completed", "Invalid job id")
+"""What `scancel` says of a job that has ended."""
+_PREEMPTED = "a job of higher priority took its hosts; `nrl resubmit` goes on from the last checkpoint"
 _FIRST: tuple[State, ...] = ("running", "queued", "failed", "cancelled", "unknown", "done")
 """An array is in the first of these states that one of its tasks is in."""
 
@@ -60,22 +63,21 @@ class SlurmTarget:
         if not tasks and "Invalid job id" not in asked.stderr:
             raise SubmitError(f"`scontrol` refused (exit code {asked.returncode}): {asked.stderr.strip()}")
         accounts = accounts_of(job_id, (folder / NAME).stat().st_mtime)
-        rows = [(t["JobState"], t.get("ExitCode", ""), t.get("Reason", "")) for t in tasks]
-        if not rows and isinstance(accounts, Accounts):
-            rows = [(state, code, "") for state, code in accounts.ends]
-        found = [_status(*row) for row in rows] or [_forgotten(accounts)]
+        found = [_told(task, folder) for task in tasks]
+        if not found and isinstance(accounts, Accounts):
+            ended = all(mark.exists() for mark in _marks(job_id, folder))
+            found = [_status(state, code, "", cancelled=ended) for state, code in accounts.ends]
+        found = found or [_forgotten(accounts)]
         worst = min(found, key=lambda one: _FIRST.index(one.state))
-        if worst.state == "failed" and (folder / CANCELLED).exists():
-            worst = replace(worst, state="cancelled")
         details = list(dict.fromkeys(one.detail for one in found))
         if isinstance(accounts, Accounts) and accounts.gpu_hours is not None:
             details.append(f"{accounts.gpu_hours:.2f} GPU hours")
         return JobStatus(worst.state, "; ".join(details), worst.exit_code)
 
     def logs(self, job_id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """Lines of the job's log, or of every task's. Raises SubmitError where there is none, with the job's state."""
+        """Lines of the job's log, of every task's, or of the task that the id names. Raises SubmitError where there is none, with the job's state."""
         ended = lambda: self.status(job_id, folder).state not in ("queued", "running")  # noqa: E731
-        files = lambda: sorted(folder.glob("log*.txt"))  # noqa: E731
+        files = lambda: sorted(folder.glob(f"log{_task(job_id) or '*'}.txt"))  # noqa: E731
         yield from lines(files, follow=follow, ended=ended)
         if not files():
             found = self.status(job_id, folder)
@@ -83,14 +85,30 @@ class SlurmTarget:
 
     def cancel(self, job_id: str, folder: Path) -> None:
         """A job that runs is told to save and end, and is not started again; one that was told before, or waits, is ended by `scancel`."""
-        told, mark = (folder / CANCELLED).exists(), folder / CANCELLED
-        mark.touch()
+        marks = _marks(job_id, folder)
+        told = all(mark.exists() for mark in marks)
+        for mark in marks:
+            mark.touch()
         running = self.status(job_id, folder).state == "running"
-        how = ("--batch", "--signal=USR1") if running and not told else ()
-        done = call(("scancel", *how, job_id))
-        over = ("already completing or completed", "Invalid job id")
-        if done.returncode != 0 and not any(words in done.stderr for words in over):
-            raise SubmitError(f"`scancel` refused (exit code {done.returncode}): {done.stderr.strip()}")
+        ways: list[tuple[str, ...]] = [("--batch", "--signal=USR1")] if running and not told else [()]
+        if running and not told and len(marks) > 1:
+            ways.append(("--state=PENDING",))  # an array's tasks that wait
+        for how in ways:
+            done = call(("scancel", *how, job_id))
+            if done.returncode != 0 and not any(words in done.stderr for words in _OVER):
+                raise SubmitError(f"`scancel` refused (exit code {done.returncode}): {done.stderr.strip()}")
+
+
+def _task(job_id: str) -> str:
+    """`-N` for task N of an array, as its files have it; nothing for a whole job."""
+    _, array, number = job_id.partition("_")
+    return f"-{number}" if array else ""
+
+
+def _marks(job_id: str, folder: Path) -> list[Path]:
+    """Files that say that a person ended the job, one a task."""
+    tasks = [path.stem.removeprefix("seed") for path in sorted(folder.glob("seed-*.yaml"))]
+    return [folder / f"{CANCELLED}{task}" for task in ([_task(job_id)] if "_" in job_id else tasks or [""])]
 
 
 def _environ(job: Job) -> dict[str, str]:
@@ -107,18 +125,37 @@ def _fields(line: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
-def _status(state: str, exit_code: str, reason: str) -> JobStatus:
+def _told(fields: Mapping[str, str], folder: Path) -> JobStatus:
+    """One task, array task or group of hosts by slurmctld."""
+    number = fields.get("ArrayTaskId", "")
+    mark = folder / (f"{CANCELLED}-{number}" if number else CANCELLED)
+    found = _status(fields["JobState"], fields.get("ExitCode", ""), fields.get("Reason", ""), cancelled=mark.exists())
+    words = [f"seed {number}: {found.detail}" if number else found.detail]
+    if found.state == "running" and fields.get("NodeList", "(null)") != "(null)":
+        words.append(f"on {fields['NodeList']}")
+    if found.state == "queued" and fields.get("StartTime", "Unknown") != "Unknown":
+        words.append(f"expected to start at {fields['StartTime']}")
+    if found.state in ("queued", "running") and fields.get("Restarts", "0") != "0":
+        words.append(f"started again {fields['Restarts']} times")
+    return replace(found, detail=", ".join(words))
+
+
+def _status(state: str, exit_code: str, reason: str, *, cancelled: bool = False) -> JobStatus:
+    """`cancelled`: a person ended it, and it saved."""
     name = state.split()[0].rstrip("+")
     code, _, number = exit_code.partition(":")
+    known = _STATES.get(name, "unknown")
+    over = known not in ("queued", "running")
     words = [
         name,
         *([reason] if reason not in ("", "None") else []),
-        *([f"exit code {exit_code}"] if exit_code else []),
+        *([f"exit code {exit_code}"] if exit_code and over else []),
+        *([_PREEMPTED] if name == "PREEMPTED" else []),
     ]
-    known = _STATES.get(name, "unknown")
-    ended = known not in ("queued", "running") and code.isdigit()
-    value = (int(code) or (128 + int(number or 0) if number not in ("", "0") else 0)) if ended else None
-    return JobStatus(known, ", ".join(words), value)
+    value = (
+        (int(code) or (128 + int(number or 0) if number not in ("", "0") else 0)) if over and code.isdigit() else None
+    )
+    return JobStatus("cancelled" if known == "failed" and cancelled else known, ", ".join(words), value)
 
 
 def _forgotten(accounts: Accounts | str) -> JobStatus:
