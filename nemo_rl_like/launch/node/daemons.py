@@ -7,22 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import NrlError
-from nemo_rl_like.cluster import roles, watchdog
+from nemo_rl_like.cluster import roles, temp_folder, watchdog
 from nemo_rl_like.launch.node.ports import Block
 from nemo_rl_like.spec.hosts import HostRole
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Blocked in Ray's daemons: a scheduler sends them to every process of a job, and only `nrl node` answers."""
 _TAIL_BYTES = 2000
-_LONGEST_TEMP_ROOT = 24
-"""Characters: Ray appends about 75 of its own, and a Unix socket's path ends at 107."""
 _FINISH_S = 60.0
 
 
@@ -48,7 +45,7 @@ class RayDaemons:
         """`log`: file that receives the daemons' output."""
         self.node_id = uuid.uuid4().hex[:16]
         self.log = log
-        self._folder = _folder(self.node_id)
+        self._folder = temp_folder.make(self.node_id)
         self._watchdog = watchdog.start(self.node_id, str(self._folder))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -61,11 +58,11 @@ class RayDaemons:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={address}", "--block"),
             *block.flags(head=head is None),
             *(f"--num-cpus={resources.cpus}", f"--num-gpus={resources.gpus}"),
-            *(f"--object-store-memory={resources.object_store_bytes}", f"--temp-dir={self._folder}"),
+            *(f"--object-store-memory={resources.object_store_bytes}", f"--temp-dir={self._folder}/{temp_folder.RAYS}"),
             *([f"--resources={json.dumps(roles.of_host(resources.role))}"] if resources.role is not None else []),
             *("--disable-usage-stats", "--log-style=record", "--log-color=false"),
         ]
-        env = {**environ, **block.variables(), watchdog.RUN_ID_ENV: self.node_id}
+        env = {**environ, **block.variables(), watchdog.RUN_ID_ENV: self.node_id, "TMPDIR": str(self._folder)}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             with self.log.open("ab") as stream:
@@ -90,10 +87,3 @@ class RayDaemons:
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._process is not None:
             self._process.wait(_FINISH_S)
-
-
-def _folder(node_id: str) -> Path:
-    root = tempfile.gettempdir()
-    folder = Path("/tmp" if len(root) > _LONGEST_TEMP_ROOT else root) / f"nrl-{node_id[:10]}"
-    folder.mkdir(mode=0o700)
-    return folder
