@@ -26,5 +26,5 @@ def main() -> None:
             typer.echo("stopped by Ctrl-C; a run goes on from its last checkpoint with --resume", err=True)
         raise
     except NrlError as error:
-        typer.echo(redacted(f"error: {error}"), err=True)
+        typer.echo(redacted("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), err=True)
         sys.exit(error.exit_code)

@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RaySystemError
 
 from nemo_rl_like.artifacts.errors import SpecError
-from nemo_rl_like.cluster import auth, interrupt, joined, watchdog
+from nemo_rl_like.cluster import auth, interrupt, joined, temp_folder, watchdog
 from nemo_rl_like.cluster.devices import Devices, visible_devices
 from nemo_rl_like.cluster.environment import allowed, replaced_environ
 from nemo_rl_like.cluster.errors import ClusterStartError
@@ -34,8 +34,6 @@ from nemo_rl_like.spec.cluster import ClusterSpec
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
-_LONGEST_TEMP_ROOT = 24
-"""Characters: Ray appends about 75 of its own, and a Unix socket's path ends at 107."""
 _WATCHDOG_S = 60.0
 _SESSION_FILE = "session.json"
 _HELPERS = ("ray/dashboard/dashboard.py", "ray/_private/log_monitor.py", "ray/autoscaler/_private/monitor.py")
@@ -55,7 +53,7 @@ class RaySession:
     log_folder: Path
     """`<output>/logs`: one file a worker."""
     temp_dir: Path | None
-    """Ray's own folder; None when an existing cluster was joined."""
+    """Folder of this run's temporary files and of Ray's; None when an existing cluster was joined."""
     split: bool = False
     """Whether the job has hosts that train and others that generate."""
     _watchdog: int = field(default=0, repr=False)
@@ -76,7 +74,7 @@ class RaySession:
         run_id = uuid.uuid4().hex[:16]
         log_folder = output.absolute() / "logs"
         log_folder.mkdir(parents=True, exist_ok=True)
-        temp_dir = _make_temp_dir(run_id) if spec.address is None else None
+        temp_dir = temp_folder.make(run_id) if spec.address is None else None
         environ = _ray_environ(spec, job.variables if job is not None else (), temp_dir)
         split = job is not None and job.generation_devices > 0
         session = cls(run_id, spec, visible_devices(spec), log_folder, temp_dir, split)
@@ -136,7 +134,7 @@ class RaySession:
             log_to_driver=False,
             logging_level=logging.WARNING,
             namespace=f"nrl-{self.run_id}",
-            _temp_dir=str(self.temp_dir),
+            _temp_dir=f"{self.temp_dir}/{temp_folder.RAYS}",
         )
 
     def _marks(self) -> dict[str, str]:
@@ -200,6 +198,8 @@ def _with_job(spec: ClusterSpec, job: JobCluster | None) -> ClusterSpec:
 def _ray_environ(spec: ClusterSpec, further: Sequence[str], temp_dir: Path | None) -> dict[str, str]:
     environ = allowed(os.environ) | {name: os.environ[name] for name in further if name in os.environ}
     environ.pop("RAY_ADDRESS", None)  # only the spec or the job says which cluster is joined
+    if temp_dir is not None:
+        environ["TMPDIR"] = str(temp_dir)
     environ.update(
         auth.variables(spec, os.environ, temp_dir),
         RAY_worker_niceness="0",
@@ -208,15 +208,6 @@ def _ray_environ(spec: ClusterSpec, further: Sequence[str], temp_dir: Path | Non
         RAY_gcs_server_port_wait_time_s=str(int(spec.start_timeout_s)),
     )
     return environ
-
-
-def _make_temp_dir(run_id: str) -> Path:
-    root = tempfile.gettempdir()
-    if len(root) > _LONGEST_TEMP_ROOT:
-        root = "/tmp"
-    folder = Path(root) / f"nrl-{run_id[:10]}"
-    folder.mkdir(mode=0o700)
-    return folder
 
 
 def _join(address: str, timeout_s: float) -> None:

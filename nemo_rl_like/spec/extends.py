@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 
@@ -101,6 +102,10 @@ def _missing(path: FilePath, where: Position, key: str) -> SpecProblem:
     """A file that is not there, with the nearest one that is."""
     if path.is_dir():
         return SpecProblem(where, key, f"{path} is a folder; give the YAML file in it")
+    if os.path.lexists(path):
+        return SpecProblem(
+            where, key, f"{path} is no file that can be read: a link to nothing, or a device; give the YAML file"
+        )
     siblings = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     return SpecProblem(where, key, f"there is no file {path}", str(path.parent / near[0]) if near else None)

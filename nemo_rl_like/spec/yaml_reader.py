@@ -76,15 +76,18 @@ def read_yaml_file(path: FilePath) -> Node:
     """
     name = str(path)
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise _problem(Position(name), f"cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
-        raise _problem(Position(name), f"has {len(data)} bytes, more than the limit of {MAX_BYTES}; is it a spec?")
+        raise _problem(Position(name), f"is larger than the limit of {MAX_BYTES} bytes; is it a spec?")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _problem(Position(name, data[: error.start].count(b"\n") + 1), "is not UTF-8 text") from error
+        raise _problem(
+            Position(name, data[: error.start].count(b"\n") + 1), "is not UTF-8 text; save it as UTF-8"
+        ) from error
     return read_yaml_text(text, name)
 
 
@@ -100,7 +103,9 @@ def read_yaml_text(text: str, name: str, *, lines: bool = True) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Position(name, mark.line + 1 if mark is not None and lines else None)
-        raise _problem(where, f"not valid YAML: {', '.join(filter(None, [error.context, error.problem]))}") from error
+        words = ", ".join(filter(None, [error.context, error.problem]))
+        fix = "; indent with spaces" if "'\\t'" in words else ""
+        raise _problem(where, f"not valid YAML: {words}{fix}") from error
     except yaml.YAMLError as error:
         raise _problem(Position(name), f"not valid YAML: {str(error).splitlines()[0]}") from error
     if root is None:

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from nemo_rl_like.artifacts.errors import InputError, NrlError, StoppedBySignal
+from nemo_rl_like.cli.commands import run
+from nemo_rl_like.cli.main import main
 from tests.cli.command import START, nrl
 
 HEAVY = ("torch", "ray", "transformers", "megatron", "vllm", "kubernetes", "numpy", "rich", "matplotlib")
@@ -114,3 +118,45 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     done = nrl("trian")
     assert done.returncode == 2
     assert "No such command 'trian'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "started", "told"),
+    [
+        (
+            NrlError("worker 'policy' died"),
+            1,
+            True,
+            ["error: worker 'policy' died", "next: nrl resume '{}'    # goes on"],
+        ),
+        (NrlError("the disk is full"), 1, False, ["error: the disk is full"]),
+        (InputError("no such file"), 2, True, ["error: no such file"]),
+        (StoppedBySignal("saved; --resume goes on"), 75, True, ["error: saved; --resume goes on"]),
+    ],
+)
+def test_a_run_that_failed_says_what_to_type(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: NrlError,
+    code: int,
+    started: bool,
+    told: list[str],
+) -> None:
+    """In this process, with a pipeline that fails at once."""
+    output = tmp_path / "my run"
+    output.mkdir()
+    if started:
+        (output / "status.json").write_text("{}")
+
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(run, "run_pipeline", fails)
+    monkeypatch.setattr(run, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["nrl", "run", str(DEMO), f"output={output}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == len(told) and all(map(str.startswith, lines, (text.format(output) for text in told))), lines

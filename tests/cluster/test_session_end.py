@@ -160,7 +160,7 @@ def test_a_child_that_hides_its_environment_and_a_semaphore_are_found() -> None:
 
 
 TRY_TOKEN = """
-import os, sys
+import os, sys, tempfile
 from pathlib import Path
 from nemo_rl_like.artifacts.errors import SpecError
 from nemo_rl_like.cluster.ray_session import RaySession
@@ -171,7 +171,9 @@ if __name__ == "__main__":
         with RaySession.start(ClusterSpec(**eval(sys.argv[2])), Path(sys.argv[1])) as session:
             print("gcs", ray.get_runtime_context().gcs_address, flush=True)
             print("value", ray.get(ray.remote(lambda: 5).remote()), flush=True)
-            print("mode", oct(next(session.temp_dir.glob("token")).stat().st_mode), flush=True)
+            print("mode", *(oct(p.stat().st_mode) for p in (next(session.temp_dir.glob("token")), session.temp_dir)), flush=True)
+            left = ray.get(ray.remote(lambda: tempfile.mkstemp()[1]).remote())
+            print("left", Path(left).is_relative_to(session.temp_dir), left, flush=True)
             sys.stdin.readline()
     except SpecError as error:
         print("refused", error)
@@ -187,9 +189,11 @@ def test_a_run_of_its_own_has_a_secret_and_a_stranger_on_the_host_is_kept_out(tm
     command = [sys.executable, "-c", TRY_TOKEN, str(tmp_path), "{}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=without_auth(), **{**pipes, "stderr": subprocess.DEVNULL}) as owner:
-        told = dict(owner.stdout.readline().split(maxsplit=1) for _ in range(3))
+        told = dict(owner.stdout.readline().split(maxsplit=1) for _ in range(4))
         try:
-            assert told["value"].strip() == "5" and told["mode"].strip() == "0o100600"
+            assert told["value"].strip() == "5" and told["mode"].split() == ["0o100600", "0o40700"]
+            within, left = told["left"].split()
+            assert within == "True" and os.path.exists(left)
             code = STRANGER.format(told["gcs"].strip())
             tries = [
                 subprocess.Popen(
@@ -202,6 +206,7 @@ def test_a_run_of_its_own_has_a_secret_and_a_stranger_on_the_host_is_kept_out(tm
                 assert tried.returncode != 0 and "inside" not in out and "token" in error.lower()
         finally:
             owner.communicate("\n", timeout=60)
+    assert not os.path.exists(left)
 
 
 def test_a_mode_that_came_too_late_is_refused_with_the_fix(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 
 def main(folder: Path, failures: int, arguments: list[str]) -> int:
-    """Fail in the first `failures` starts; FOLDER/starts has a line a start: its daemon's process id, and whether its folder was empty."""
+    """Fail in the first `failures` starts; FOLDER/starts has a line a start: its daemon's process id, and whether the folder around DIR was empty."""
     temp = next(Path(word.partition("=")[2]) for word in arguments if word.startswith("--temp-dir="))
     daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    clean = not list(temp.iterdir())
+    clean = not list(temp.parent.iterdir())
+    temp.mkdir()
     with (folder / "starts").open("a") as starts:
         starts.write(f"{daemon.pid} {clean}\n")
     number = len((folder / "starts").read_text().splitlines())

@@ -91,6 +91,13 @@ def test_a_missing_file_is_named_with_the_nearest_one(base: Path) -> None:
     assert (problem.where.line, problem.suggestion) == (2, str(base))
 
 
+def test_a_link_to_nothing_and_a_device_are_no_specs(base: Path) -> None:
+    for name, target in (("broken.yaml", base.with_name("gone")), ("zero.yaml", Path("/dev/zero"))):
+        base.with_name(name).symlink_to(target)
+        (problem,) = problems(base.with_name(name))
+        assert "a link to nothing, or a device" in problem.message and problem.suggestion is None
+
+
 @pytest.mark.parametrize("text", ["extends: 3\n", "extends: [base.yaml, {}]\n", "extends: ''\n"])
 def test_extends_takes_only_file_names(base: Path, text: str) -> None:
     (problem,) = problems(write(base.with_name("child.yaml"), text))

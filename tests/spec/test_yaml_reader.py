@@ -55,6 +55,7 @@ def test_scalars_follow_the_core_schema_of_yaml_1_2(text: str, value: Plain) -> 
         ("a: 1\n7: 2\n", 2, "key must be text"),
         ("a: 1\n---\nb: 2\n", 2, "single document"),
         ("a: 1\n\tb: 2\n", 2, "not valid YAML"),
+        ("a:\n\tb: 2\n", 2, "indent with spaces"),
         ("a: 1\nb: [1, 2\n", 3, "not valid YAML"),
         ("a: 1\nb: &x [*x]\n", 2, "contains itself"),
         ("a: " + "[" * 200 + "]" * 200, 1, "nested deeper"),
@@ -87,7 +88,8 @@ def test_a_value_stands_at_the_line_of_its_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [(b"a: 1\nb: \xff\n", "f.yaml:2: is not UTF-8"), (b"#" * (MAX_BYTES + 1), "more than the limit")]
+    ("data", "words"),
+    [(b"a: 1\nb: \xff\n", "f.yaml:2: is not UTF-8"), (b"#" * (MAX_BYTES + 1), "larger than the limit")],
 )
 def test_files_that_are_no_specs_are_refused(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "f.yaml"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import nemo_rl_like
-from nemo_rl_like.artifacts.errors import InputError
+from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.cli.banner import banner, next_commands
 from nemo_rl_like.cli.logs import log_to_stderr
 from nemo_rl_like.observe.terminal import Terminal
+from nemo_rl_like.pipeline.records import STATUS
 from nemo_rl_like.pipeline.resume import load_resumable
 from nemo_rl_like.pipeline.run_folder import Start
 from nemo_rl_like.pipeline.runner import RunResult, run_pipeline
@@ -57,7 +59,12 @@ def _run(spec: ExperimentSpec, start: Start, *, plain: bool, until: str | None =
     log_to_stderr()
     terminal = Terminal()
     terminal.banner(banner(spec))
-    result = run_pipeline(spec, start=start, plain=plain, until=until)
+    try:
+        result = run_pipeline(spec, start=start, plain=plain, until=until)
+    except NrlError as error:
+        if error.exit_code == NrlError.exit_code and (Path(spec.output) / STATUS).is_file():
+            error.add_note(f"next: nrl resume {shlex.quote(spec.output)}    # goes on from what was saved")
+        raise
     _report(terminal, spec, result)
 
 

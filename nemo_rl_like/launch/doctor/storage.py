@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_like.artifacts.files import nearest_existing
+from nemo_rl_like.cluster.temp_folder import LONGEST_ROOT
 from nemo_rl_like.launch.doctor.finding import Finding, ok
 
 _LOCKER = "import fcntl,sys\ntry: fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)\nexcept OSError: sys.exit(3)"
 _DEADLINE_S = 30.0
 _SLOW_S = 0.25
 _SKEW_S = 5.0
-_LONGEST_TEMP = 24
 _GIB = 1 << 30
 
 
@@ -133,11 +133,11 @@ def check_shm(object_store_gib: float, shm: Path) -> Iterator[Finding]:
 
 def check_temp(folder: Path) -> Iterator[Finding]:
     """Temporary files have room, and a path short enough for Ray's sockets."""
-    if len(str(folder)) > _LONGEST_TEMP:
+    if len(str(folder)) > LONGEST_ROOT:
         yield Finding(
             "temporary files",
             "note",
-            f"{folder} is longer than {_LONGEST_TEMP} characters, so Ray's sockets go to /tmp",
+            f"{folder} is longer than {LONGEST_ROOT} characters, so Ray's sockets go to /tmp",
             "",
         )
     free = shutil.disk_usage(folder).free / _GIB

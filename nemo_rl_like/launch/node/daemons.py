@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import NrlError
-from nemo_rl_like.cluster import roles, watchdog
+from nemo_rl_like.cluster import roles, temp_folder, watchdog
 from nemo_rl_like.launch.node.ports import Block
 from nemo_rl_like.spec.hosts import HostRole
 
@@ -29,8 +28,6 @@ PROGRAM = (sys.executable, "-m", "ray.scripts.scripts")
 _STARTS = 3
 """Starts before Ray is up, at most."""
 _TAIL_BYTES = 2000
-_LONGEST_TEMP_ROOT = 24
-"""Characters: Ray appends about 75 of its own, and a Unix socket's path ends at 107."""
 _FINISH_S = 60.0
 
 
@@ -59,7 +56,7 @@ class RayDaemons:
         """`log`: file that receives the daemons' output."""
         self.node_id = uuid.uuid4().hex[:16]
         self.log = log
-        self._folder = _folder(self.node_id)
+        self._folder = temp_folder.make(self.node_id)
         self._watchdog = watchdog.start(self.node_id, str(self._folder))
         self._process: subprocess.Popen[bytes] | None = None
         self._command: tuple[str, ...] = ()
@@ -83,18 +80,18 @@ class RayDaemons:
             *(*PROGRAM, "start", *place, f"--node-ip-address={address}", "--block"),
             *block.flags(head=head is None),
             *(f"--num-cpus={resources.cpus}", f"--num-gpus={resources.gpus}"),
-            *(f"--object-store-memory={resources.object_store_bytes}", f"--temp-dir={self._folder}"),
+            *(f"--object-store-memory={resources.object_store_bytes}", f"--temp-dir={self._folder}/{temp_folder.RAYS}"),
             *([f"--resources={json.dumps(roles.of_host(resources.role))}"] if resources.role is not None else []),
             *("--disable-usage-stats", "--log-style=record", "--log-color=false"),
         )
-        self._environ = {**environ, **block.variables(), watchdog.RUN_ID_ENV: self.node_id}
+        self._environ = {**environ, **block.variables(), watchdog.RUN_ID_ENV: self.node_id, "TMPDIR": str(self._folder)}
         self._start_until = time.monotonic() + seconds
         self._spawn()
 
     @property
     def up(self) -> bool:
         """Whether every daemon is up: `ray start` has written the cluster's address, its last act before it waits."""
-        return (self._folder / "ray_current_cluster").exists()
+        return (self._folder / temp_folder.RAYS / "ray_current_cluster").exists()
 
     def check(self) -> None:
         """Start Ray again where it ended before it was `up`.
@@ -142,10 +139,3 @@ class RayDaemons:
         self._clear()
         if self._process is not None:
             self._process.wait(_FINISH_S)
-
-
-def _folder(node_id: str) -> Path:
-    root = tempfile.gettempdir()
-    folder = Path("/tmp" if len(root) > _LONGEST_TEMP_ROOT else root) / f"nrl-{node_id[:10]}"
-    folder.mkdir(mode=0o700)
-    return folder
