@@ -23,7 +23,7 @@ def main() -> None:
         app(prog_name="nrl")
     except SystemExit as end:
         if end.code == CTRL_C:
-            typer.echo("stopped by Ctrl-C; a run goes on from its last checkpoint with --resume", err=True)
+            typer.echo("stopped by Ctrl-C", err=True)
         raise
     except NrlError as error:
         typer.echo(redacted("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), err=True)

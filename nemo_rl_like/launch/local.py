@@ -45,6 +45,10 @@ class LocalTarget:
             found.append(
                 "`launch.mounts` is given, and the local target starts no container; use `--to container`, or leave it out"
             )
+        if launch.retries not in (0, LaunchSpec.model_fields["retries"].default):
+            found.append(
+                f"`launch.retries` is {launch.retries}, and the local target starts a job once; leave it out (`nrl resubmit` goes on)"
+            )
         for field in _SCHEDULERS:
             if getattr(launch, field) != LaunchSpec.model_fields[field].default:
                 found.append(

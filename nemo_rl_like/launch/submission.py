@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nemo_rl_like.artifacts.errors import OutputFolderError
 from nemo_rl_like.artifacts.files import atomic_write
+from nemo_rl_like.pipeline.records import RUN
 
 RECORD = "record.json"
 SPEC = "spec.yaml"
@@ -79,6 +81,11 @@ def find(run: Path) -> Submission:
     if (run / RECORD).is_file():
         return Submission(run, _read(run / RECORD))
     found = submissions(run) or _of_seed(run)
+    if not found and (run / RUN).is_file():
+        raise OutputFolderError(
+            f"{run} was started by `nrl run` and never submitted: `nrl pipeline status {quote(str(run))}` tells how far it is, Ctrl-C where "
+            f"it runs makes it save, and `nrl resume {quote(str(run))}` goes on"
+        )
     if not found:
         raise OutputFolderError(
             f"{run} has no submission (no {jobs_folder(run)}/*/{RECORD}); give the output folder of a run that was submitted, or a "

@@ -15,7 +15,7 @@ from nemo_rl_like.launch.submission import Record, Submission
 from nemo_rl_like.launch.target import Job, JobStatus, Rendered, Target
 from nemo_rl_like.pipeline.records import now
 from nemo_rl_like.pipeline.wiring import check_until, wire
-from nemo_rl_like.spec.experiment import ExperimentSpec
+from nemo_rl_like.spec.experiment import ExperimentSpec, stage_name
 from nemo_rl_like.spec.loader import load_spec, resolved_yaml
 
 _LIVE = ("queued", "running")
@@ -200,12 +200,14 @@ def _common_problems(job: Job) -> list[str]:
     """What no target can honour."""
     spec, launch = job.spec, job.spec.launch
     found = []
-    devices, ranks = launch.nodes * launch.devices_per_node, spec.policy.layout.ranks
-    if ranks > devices:
-        found.append(
-            f"`policy.layout` asks for {ranks} ranks, and the job has {devices} devices (`launch.nodes` x `launch.devices_per_node`); "
-            "raise them, or make dp * pp * cp * tp smaller"
-        )
+    devices = launch.nodes * launch.devices_per_node
+    own = {f"stages.{stage_name(s)}.settings.": s.settings for s in spec.stages if s.settings is not None}
+    for where, policy in {"": spec.policy, **{where: settings.policy for where, settings in own.items()}}.items():
+        if policy is not None and policy.layout.ranks > devices:
+            found.append(
+                f"`{where}policy.layout` asks for {policy.layout.ranks} ranks, and the job has {devices} devices (`launch.nodes` x "
+                "`launch.devices_per_node`); raise them, or make dp * pp * cp * tp smaller"
+            )
     if spec.cluster.address is not None:
         found.append(
             f"`cluster.address` is {spec.cluster.address}, and the job makes a cluster of its own; leave it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from pydantic import ValidationError
@@ -62,12 +63,21 @@ def _explain_one(detail: ErrorDetails, root: Node, schema: Schema) -> SpecProble
         case "union_tag_invalid" | "union_tag_not_found":
             return _bad_kind(detail, target, root)
         case "value_error":
-            return SpecProblem(where, path or "spec", str(detail["msg"]).removeprefix("Value error, "))
+            words = str(detail["msg"]).removeprefix("Value error, ")
+            return SpecProblem(_named_in(words, root, target.path) or where, path or "spec", words)
     if target.path[:1] == ("secrets",):
         return SpecProblem(where, path, _SECRET, None, describe(target.schema, schema), _help(target))
     message = f"is {_shown(detail['input'])}: {_wrong(detail)}"
     suggestion = nearest(detail["input"], choices_of(target.schema)) if isinstance(detail["input"], str) else None
     return SpecProblem(where, path or "spec", message, suggestion, describe(target.schema, schema), _help(target))
+
+
+def _named_in(words: str, root: Node, path: Path) -> Position | None:
+    """Where the first key of the block stands that an error about the whole block names and somebody wrote."""
+    for name in re.findall(r"`(\w+)[`:]", words):
+        if position_of(root, (*path, name)) != position_of(root, path):
+            return position_of(root, (*path, name))
+    return None
 
 
 def _bad_key(detail: ErrorDetails, root: Node, schema: Schema) -> SpecProblem:
@@ -156,5 +166,10 @@ def _wrong(detail: ErrorDetails) -> str:
 def _lower_first(text: str) -> str:
     text = (
         text.removeprefix("Input should be ").replace("a valid dictionary", "a block").replace("an object", "a block")
+    )
+    text = (
+        text.replace("a valid array", "a list")
+        .replace("a valid integer", "a whole number")
+        .replace("a valid boolean", "true or false")
     )
     return f"must be {text}" if not text.startswith(("Tuple", "Value", "String")) else text[0].lower() + text[1:]

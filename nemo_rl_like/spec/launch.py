@@ -14,6 +14,8 @@ from nemo_rl_like.spec.secret_names import is_secret
 from nemo_rl_like.spec.slurm import SlurmSpec
 
 _VARIABLE = form(r"^[A-Za-z_][A-Za-z0-9_]*$", "letters, digits and `_`, not a digit first")
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"^({_BYTE}\.){{3}}{_BYTE}$"
 _PATH = "an absolute path (it begins with `/`), without control characters"
 
 
@@ -74,8 +76,10 @@ class LaunchSpec(Spec):
     """Silence after which a host counts as lost, and a host that lost the first one ends itself, in seconds."""
     auth: Literal["token", "disabled"] = "token"
     """Who may use the job's Ray: `token`, who has a secret of the job (on one host the run makes its own); `disabled`, all who reach its ports."""
-    addresses: dict[str, str] = Field(default_factory=dict)
-    """Address of a host by the name that its scheduler gives it; default: what its name resolves to."""
+    addresses: dict[str, Annotated[str, form(_IPV4, "an IPv4 address, for example `10.0.0.1`")]] = Field(
+        default_factory=dict
+    )
+    """IPv4 address of a host by the name that its scheduler gives it; default: what its name resolves to."""
     ports: PortsSpec = PortsSpec()
     """TCP ports that hosts listen on."""
     retries: NonNegativeInt = 3

@@ -85,8 +85,7 @@ class _Drawing:
                 terminal.metrics(number, len(files), _shown(done))
                 if stop.received:
                     raise StoppedBySignal(
-                        f"{stop.received}: stopped after {done.prompts} of {total} prompts, which are kept; "
-                        "run the same command with --resume to go on"
+                        f"{stop.received}: stopped after {done.prompts} of {total} prompts, which are kept; a resumed run goes on there"
                     )
         return [read_part(file) for file in files.values()]
 

@@ -125,8 +125,7 @@ class Trainer:
         if stop.received:
             self._saver.finish()
             raise StoppedBySignal(
-                f"{stop.received}: saved {saved} and stopped after step {step} of {self.recipe.total_steps}; "
-                "run the same command with --resume to go on"
+                f"{stop.received}: saved {saved} and stopped after step {step} of {self.recipe.total_steps}; a resumed run goes on there"
             )
 
     def _record(self, step: int, report: StepReport) -> None:

@@ -15,6 +15,8 @@ import pytest
 from nemo_rl_like.artifacts.errors import InputError, NrlError, StoppedBySignal
 from nemo_rl_like.cli.commands import run
 from nemo_rl_like.cli.main import main
+from nemo_rl_like.cluster import joined
+from nemo_rl_like.spec.loader import load_spec
 from tests.cli.command import START, nrl
 
 HEAVY = ("torch", "ray", "transformers", "megatron", "vllm", "kubernetes", "numpy", "rich", "matplotlib")
@@ -131,14 +133,16 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         ),
         (NrlError("the disk is full"), 1, False, ["error: the disk is full"]),
         (InputError("no such file"), 2, True, ["error: no such file"]),
-        (StoppedBySignal("saved; --resume goes on"), 75, True, ["error: saved; --resume goes on"]),
+        (StoppedBySignal("saved step 3"), 75, True, ["error: saved step 3", "next: nrl resume '{}'    # goes on"]),
+        (KeyboardInterrupt(), 130, True, ["next: nrl resume '{}'    # goes on", "stopped by Ctrl-C"]),
+        (KeyboardInterrupt(), 130, False, ["stopped by Ctrl-C"]),
     ],
 )
 def test_a_run_that_failed_says_what_to_type(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    error: NrlError,
+    error: BaseException,
     code: int,
     started: bool,
     told: list[str],
@@ -146,6 +150,7 @@ def test_a_run_that_failed_says_what_to_type(
     """In this process, with a pipeline that fails at once."""
     output = tmp_path / "my run"
     output.mkdir()
+    monkeypatch.delenv(joined.ENV, raising=False)
     if started:
         (output / "status.json").write_text("{}")
 
@@ -160,3 +165,12 @@ def test_a_run_that_failed_says_what_to_type(
     assert ended.value.code == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == len(told) and all(map(str.startswith, lines, (text.format(output) for text in told))), lines
+
+
+def test_what_a_job_runs_leaves_the_next_start_to_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    spec = load_spec(DEMO, [f"output={tmp_path}"])
+    monkeypatch.delenv(joined.ENV, raising=False)
+    assert run._next(spec) == f"next: nrl resume {tmp_path}    # goes on from what was saved\n"
+    monkeypatch.setenv(joined.ENV, "{}")
+    assert run._next(spec) == ""

@@ -78,6 +78,7 @@ def test_a_job_that_was_killed_or_whose_number_another_process_has_is_not_runnin
         ({**LAUNCH, "mounts": [{"source": "/a", "target": "/a"}]}, "`launch.mounts`"),
         ({**LAUNCH, "time_limit_min": 10}, "`launch.time_limit_min` is 10"),
         ({**LAUNCH, "memory_gib_per_node": 4}, "`launch.memory_gib_per_node` is 4"),
+        ({**LAUNCH, "retries": 5}, "`launch.retries` is 5, and the local target starts a job once"),
     ],
 )
 def test_what_a_local_job_cannot_honour_is_named_and_leaves_nothing(
@@ -92,6 +93,10 @@ def test_what_a_local_job_cannot_honour_is_named_and_leaves_nothing(
     ("top", "words"),
     [
         ({"policy": {"layout": {"dp": 2}}}, "2 ranks, and the job has 1 devices"),
+        (
+            {"stages": [{"kind": "evaluate", "settings": {"policy": {"layout": {"tp": 4}}}}]},
+            "`stages.evaluate.settings.policy.layout` asks for 4 ranks, and the job has 1 devices",
+        ),
         (
             {"engine": {"kind": "vllm", "tensor_parallel": 2}, "launch": {**LAUNCH, "accelerator": "gpu", "nodes": 2}},
             "`engine.tensor_parallel` is 2, and a host has 1 devices",
@@ -166,6 +171,12 @@ def test_a_way_to_a_target_is_a_target_of_its_own(tmp_path: Path) -> None:
         ask("slurm", via="nemorun")
 
 
+@pytest.mark.parametrize("seeds", ["-1", "1,-2", "1,", "1;2", "1.5", ""])
+def test_seeds_that_no_spec_takes_are_refused(tmp_path: Path, seeds: str) -> None:
+    with pytest.raises(SpecError, match=f"--seeds is '{seeds}', must be whole numbers of 0 or more"):
+        request_of(tmp_path / "any", [], "local", via=None, seeds=seeds, stages_as_jobs=False, until=None)
+
+
 @pytest.mark.parametrize("start", [submit, dry_run])
 @pytest.mark.parametrize("target", ["local", "slurm", "kubernetes", "container"])
 def test_a_stage_that_is_none_is_refused_before_anything_is_submitted(
@@ -178,6 +189,10 @@ def test_a_stage_that_is_none_is_refused_before_anything_is_submitted(
 
 def test_an_output_that_was_never_submitted_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(OutputFolderError, match=r"run has no submission.*run\.jobs"):
+        status(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(OutputFolderError, match=r"started by `nrl run` .* `nrl pipeline status .*/run` .* `nrl resume"):
         status(tmp_path / "run")
 
 

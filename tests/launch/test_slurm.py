@@ -60,10 +60,13 @@ def test_host_lists_are_written_out_as_slurm_does(slurm: Cluster) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (("launch.slurm.partition=nowhere",), "invalid partition"),
+        (
+            ("launch.slurm.partition=nowhere",),
+            r"(?s)invalid partition.*fix: look at `launch.slurm.partition` \(nowhere\)",
+        ),
         (
             ("launch.accelerator=gpu", "launch.devices_per_node=8", "launch.slurm.gres_type=a100"),
-            "Invalid generic resource|not available",
+            "(?s)(Invalid generic resource|not available).*fix: look at .*`launch.devices_per_node` \\(8\\)",
         ),
         (("engine.kind=vllm", "launch.generation.partition=nowhere"), "invalid partition"),
     ],

@@ -21,6 +21,7 @@ from nemo_rl_like.cli.commands.job import request_of
 from nemo_rl_like.launch import registry
 from nemo_rl_like.launch.nemo_run import _stage_script
 from nemo_rl_like.launch.slurm.accounting import Accounts
+from nemo_rl_like.launch.slurm.refusals import fix
 from nemo_rl_like.launch.slurm.script import NAME
 from nemo_rl_like.launch.slurm.target import SlurmTarget, _status, _told
 from nemo_rl_like.launch.submission import Record, find, outputs, write_record
@@ -177,11 +178,64 @@ def test_seeds_that_are_no_numbers_are_refused(tmp_path: Path, seeds: str) -> No
         ({"mounts": [{"source": "/a", "target": "/b"}]}, "`launch.mounts` is given without `launch.image`"),
         ({"image": "x", "mounts": [{"source": "/a:b", "target": "/b"}]}, "pyxis takes no"),
         ({"accelerator": "cpu", "slurm": {"gres_type": "h100"}}, "`launch.slurm.gres_type` is h100"),
+        ({"accelerator": "cpu", "generation": {"gres_type": "l40s"}}, "`launch.generation.gres_type` is l40s"),
         ({"slurm": {"mail_type": ["END"]}}, "`launch.slurm.mail_type`"),
     ],
 )
 def test_what_slurm_cannot_honour_is_named(launch: dict[str, Any], words: str) -> None:
     assert any(words in problem for problem in SlurmTarget().problems(job_of(launch)))
+
+
+@pytest.mark.parametrize(
+    ("said", "launch", "told"),
+    [
+        (
+            "Invalid partition name specified",
+            {"slurm": {"partition": "gpu"}, "generation": {"partition": "inference"}},
+            ["`launch.slurm.partition` (gpu), `launch.generation.partition` (inference)", "`sinfo`"],
+        ),
+        ("invalid partition specified: gpu", {"slurm": {"partition": "gpu"}}, ["`launch.slurm.partition` (gpu);"]),
+        (
+            "Invalid account or account/partition combination specified",
+            {"slurm": {"account": "research"}},
+            ["`launch.slurm.account` (research);", "`sacctmgr"],
+        ),
+        (
+            "Invalid account or account/partition combination specified",
+            {},
+            ["`launch.slurm.account`, which is not set"],
+        ),
+        ("Invalid qos specification", {"slurm": {"qos": "high"}}, ["`launch.slurm.qos` (high)"]),
+        ("Invalid feature specification", {"slurm": {"constraint": "h100"}}, ["`launch.slurm.constraint` (h100)"]),
+        ("Requested reservation is invalid", {"slurm": {"reservation": "r"}}, ["`launch.slurm.reservation` (r)"]),
+        (
+            "Requested time limit is invalid (missing or exceeds some limit)",
+            {},
+            ["`launch.time_limit_min`, which is not"],
+        ),
+        ("Invalid generic resource (gres) specification", {}, ["`launch.devices_per_node` (8)"]),
+        ("Invalid node name specified", {"slurm": {"exclude": "n9"}}, ["`launch.slurm.exclude` (n9)"]),
+        (
+            "Memory required by task is not available",
+            {"memory_gib_per_node": 9},
+            ["`launch.memory_gib_per_node` (9.0)"],
+        ),
+        (
+            "Requested node configuration is not available",
+            {"nodes": 4, "cpus_per_node": 999},
+            ["`launch.nodes` (4), `launch.devices_per_node` (8), `launch.cpus_per_node` (999);"],
+        ),
+        ("fatal: Could not establish a configuration source", {}, ["SLURM_CONF", "from a host of the cluster"]),
+        ("Unable to contact slurm controller (connect failure)", {}, ["slurmctld up"]),
+    ],
+)
+def test_a_refusal_names_the_fields_that_it_is_about(said: str, launch: dict[str, Any], told: list[str]) -> None:
+    found = fix(f"`sbatch` refused (exit code 1): sbatch: error: {said}", job_of(launch).spec.launch)
+    assert all(words in found for words in told), found
+
+
+def test_a_refusal_in_words_of_its_own_stands_alone() -> None:
+    assert fix("the site's filter says no", job_of().spec.launch) == ""
 
 
 def test_secrets_do_not_stand_among_variables() -> None:
@@ -196,6 +250,11 @@ def test_a_job_that_would_be_told_to_save_after_its_end_is_refused() -> None:
 
 def test_a_job_without_gpus_asks_for_none() -> None:
     assert "gres" not in rendered(job_of({"accelerator": "cpu"}))
+
+
+def test_a_little_memory_is_not_all_of_it() -> None:
+    """`--mem=0` is how sbatch is asked for all that a host has."""
+    assert "--mem=1M" in rendered(job_of({"memory_gib_per_node": 0.0001}))
 
 
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:

@@ -98,6 +98,22 @@ def test_a_link_to_nothing_and_a_device_are_no_specs(base: Path) -> None:
         assert "a link to nothing, or a device" in problem.message and problem.suggestion is None
 
 
+def test_an_error_about_a_block_stands_where_its_keys_were_written(base: Path) -> None:
+    """Not where the block begins, and not at an override of another of its keys."""
+    child = write(base.with_name("child.yaml"), "extends: base.yaml\nlaunch:\n  nodes: 2\n  time_limit_min: 4\n")
+    (problem,) = problems(child)
+    assert problem.where.line == 4 and "`time_limit_min`" in problem.message
+    (problem,) = problems(child, "launch.nodes=1", "launch.time_limit_min=3")
+    assert str(problem.where) == "override `launch.time_limit_min=3`"
+
+
+@pytest.mark.parametrize("address", ["", "999.1.1.1", "10.0.0", "10.0.0.1.", "node1", "::1", "10.0.0.1\n"])
+def test_addresses_of_hosts_are_ipv4(base: Path, address: str) -> None:
+    (problem,) = problems(base, f"launch.addresses.node1={address!r}".replace("\\n", "\n"))
+    assert problem.allowed == "an IPv4 address, for example `10.0.0.1`"
+    assert load_spec(base, ["launch.addresses.node1=10.0.255.1"]).launch.addresses == {"node1": "10.0.255.1"}
+
+
 @pytest.mark.parametrize("text", ["extends: 3\n", "extends: [base.yaml, {}]\n", "extends: ''\n"])
 def test_extends_takes_only_file_names(base: Path, text: str) -> None:
     (problem,) = problems(write(base.with_name("child.yaml"), text))
@@ -224,7 +240,7 @@ def test_all_problems_come_in_one_error_each_with_file_line_path_help_and_what_i
         (12, "stages.rl.optimizer.beta"),
     ]
     assert [p.suggestion for p in found] == ["seed", None, None, "betas"]
-    assert found[1].message == "is 'five': must be a valid integer"
+    assert found[1].message == "is 'five': must be a whole number"
     assert found[1].allowed == "a whole number > 0"
     assert found[1].help == "Rollout batches."
     assert all(str(base) == p.where.source for p in found)
@@ -302,7 +318,7 @@ def test_combinations_of_fields_are_checked_with_their_block(base: Path) -> None
     (problem,) = problems(base, "stages.rl.samples_per_prompt=1")
     assert problem.path == "stages.rl"
     assert "needs at least 2" in problem.message
-    assert problem.where.line == 8
+    assert str(problem.where) == "override `stages.rl.samples_per_prompt=1`"
 
 
 @pytest.mark.parametrize("key", ["api_key", "hub_password", "access_token", "SECRET", "hf_token", "token"])

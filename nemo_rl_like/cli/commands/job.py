@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,10 +65,18 @@ def request_of(
         raise SpecError(f"--via {via} reaches local and slurm, and --to is {to!r}; leave --via out")
     registry.entry(target)
     try:
-        numbers = tuple(int(word) for word in seeds.split(",")) if seeds else ()
+        numbers = tuple(_seed(word) for word in seeds.split(",")) if seeds is not None else ()
     except ValueError as error:
-        raise SpecError(f"--seeds is {seeds!r}, must be whole numbers with commas, such as 1,2,3") from error
+        raise SpecError(
+            f"--seeds is {seeds!r}, must be whole numbers of 0 or more with commas between them, such as 1,2,3"
+        ) from error
     return Request(load_spec(path, overrides), target, Path.cwd(), numbers, stages_as_jobs, until)
+
+
+def _seed(word: str) -> int:
+    if not re.fullmatch("[0-9]+", word):
+        raise ValueError(word)
+    return int(word)
 
 
 def show(request: Request) -> None:

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 import nemo_rl_like
 from nemo_rl_like.artifacts.errors import InputError, NrlError
 from nemo_rl_like.cli.banner import banner, next_commands
 from nemo_rl_like.cli.logs import log_to_stderr
+from nemo_rl_like.cluster import joined
 from nemo_rl_like.observe.terminal import Terminal
 from nemo_rl_like.pipeline.records import STATUS
 from nemo_rl_like.pipeline.resume import load_resumable
@@ -61,11 +64,21 @@ def _run(spec: ExperimentSpec, start: Start, *, plain: bool, until: str | None =
     terminal.banner(banner(spec))
     try:
         result = run_pipeline(spec, start=start, plain=plain, until=until)
-    except NrlError as error:
-        if error.exit_code == NrlError.exit_code and (Path(spec.output) / STATUS).is_file():
-            error.add_note(f"next: nrl resume {shlex.quote(spec.output)}    # goes on from what was saved")
+    except KeyboardInterrupt:
+        typer.echo(_next(spec), err=True, nl=False)
+        raise
+    except Exception as error:
+        if not (isinstance(error, NrlError) and error.exit_code == InputError.exit_code) and _next(spec):
+            error.add_note(_next(spec).rstrip())
         raise
     _report(terminal, spec, result)
+
+
+def _next(spec: ExperimentSpec) -> str:
+    """A line that says how a run that began goes on; empty in a job, whose `nrl node` or scheduler starts it again."""
+    if joined.ENV in os.environ or not (Path(spec.output) / STATUS).is_file():
+        return ""
+    return f"next: nrl resume {shlex.quote(spec.output)}    # goes on from what was saved\n"
 
 
 def _report(terminal: Terminal, spec: ExperimentSpec, result: RunResult) -> None:

@@ -247,7 +247,7 @@ def _configuration(context: str | None) -> k8s.Configuration:
     except config.ConfigException as error:
         named = "" if context is None else f" (`launch.kubernetes.context` is {context!r})"
         raise SubmitError(
-            f"no Kubernetes cluster is configured{named}: {error}; see `kubectl config get-contexts`"
+            f"no Kubernetes cluster is configured{named}: {error}; name its kubeconfig in KUBECONFIG, and one of its contexts in `launch.kubernetes.context`"
         ) from None
     return configuration
 

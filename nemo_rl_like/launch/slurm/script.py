@@ -70,10 +70,12 @@ def problems(job: Job) -> list[str]:
             found.append(
                 f"`launch.mounts` has {mount.source!r} at {mount.target!r}, and pyxis takes no `:` or `,` in a path; choose another"
             )
-    if slurm.gres_type is not None and launch.accelerator == "cpu":
-        found.append(
-            f"`launch.slurm.gres_type` is {slurm.gres_type}, and the job has no GPUs (`launch.accelerator: cpu`); leave it out"
-        )
+    generation = launch.generation.gres_type if launch.generation is not None else None
+    for field, kind in (("slurm", slurm.gres_type), ("generation", generation)):
+        if kind is not None and launch.accelerator == "cpu":
+            found.append(
+                f"`launch.{field}.gres_type` is {kind}, and the job has no GPUs (`launch.accelerator: cpu`); leave it out"
+            )
     if slurm.mail_type and slurm.mail_user is None:
         found.append("`launch.slurm.mail_type` is given without `mail_user`; name who is written to")
     return found
@@ -123,7 +125,7 @@ def _hosts(job: Job, group: HostGroup) -> Iterator[str]:
     if group.cpus_per_node is not None:
         yield f"cpus-per-task={group.cpus_per_node}"
     if group.memory_gib_per_node is not None:
-        yield f"mem={round(group.memory_gib_per_node * 1024)}M"
+        yield f"mem={max(1, round(group.memory_gib_per_node * 1024))}M"  # 0 means all
     if launch.time_limit_min is not None:
         yield f"time={launch.time_limit_min}"
 

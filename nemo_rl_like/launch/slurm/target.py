@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from nemo_rl_like.cluster.environment import allowed
 from nemo_rl_like.launch.client import call, output_of
 from nemo_rl_like.launch.lines import lines
 from nemo_rl_like.launch.local import CANCELLED
+from nemo_rl_like.launch.slurm import refusals
 from nemo_rl_like.launch.slurm.accounting import Accounts, accounts_of
 from nemo_rl_like.launch.slurm.script import NAME, problems, script
 from nemo_rl_like.launch.target import Job, JobStatus, Rendered, State
@@ -49,12 +50,12 @@ class SlurmTarget:
         return Rendered({NAME: script(job)}, ("sbatch", "--parsable", str(job.folder / NAME)))
 
     def dry_run(self, job: Job, rendered: Rendered) -> None:
-        """`sbatch --test-only`. Raises SubmitError with its words."""
-        output_of(("sbatch", "--test-only"), text=rendered.files[NAME], environ=_environ(job))
+        """`sbatch --test-only`. Raises SubmitError with its words, and the fields that they are about."""
+        _sbatch(("sbatch", "--test-only"), job, rendered.files[NAME])
 
     def submit(self, job: Job, rendered: Rendered) -> str:
         """The id of the job, with the allow-list of variables and the secrets that the spec names. Raises SubmitError."""
-        return output_of(rendered.command, environ=_environ(job)).strip().partition(";")[0]
+        return _sbatch(rendered.command, job).strip().partition(";")[0]
 
     def status(self, job_id: str, folder: Path) -> JobStatus:
         """What slurmctld knows; what accounting keeps once it has forgotten."""
@@ -109,6 +110,13 @@ def _marks(job_id: str, folder: Path) -> list[Path]:
     """Files that say that a person ended the job, one a task."""
     tasks = [path.stem.removeprefix("seed") for path in sorted(folder.glob("seed-*.yaml"))]
     return [folder / f"{CANCELLED}{task}" for task in ([_task(job_id)] if "_" in job_id else tasks or [""])]
+
+
+def _sbatch(command: Sequence[str], job: Job, text: str | None = None) -> str:
+    try:
+        return output_of(command, environ=_environ(job), text=text)
+    except SubmitError as error:
+        raise SubmitError(f"{error}{refusals.fix(str(error), job.spec.launch)}") from error
 
 
 def _environ(job: Job) -> dict[str, str]:
