@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -14,6 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import psutil
 
 from tests.launch import slurm_accounts
 
@@ -31,7 +35,7 @@ CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket
 SlurmctldPort={port}
 MpiDefault=none
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{tracking}
 TaskPlugin=task/none
 ReturnToService=2
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -49,16 +53,25 @@ GresTypes=gpu
 {accounts}
 MailProg=/bin/true
 MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=30
 SlurmdTimeout=20
 {nodes}
 PartitionName=batch Nodes=node[1-{last}] Default=YES MaxTime=24:00:00 DefMemPerCPU=200 State=UP
+PartitionName=urgent Nodes=node[1-{last}] MaxTime=24:00:00 DefMemPerCPU=200 State=UP PriorityTier=10
+PartitionName=spare Nodes=node[1-{last}] MaxTime=24:00:00 DefMemPerCPU=200 State=UP GraceTime=60
+PartitionName=ended Nodes=node[1-{last}] MaxTime=24:00:00 DefMemPerCPU=200 State=UP PreemptMode=CANCEL
 PartitionName=early Nodes=node[1-2] MaxTime=24:00:00 DefMemPerCPU=200 State=UP
 PartitionName=late Nodes=node[3-{last}] MaxTime=24:00:00 DefMemPerCPU=200 State=UP
 """
 
 
 NO_ACCOUNTS = "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none"
+Tracking = Literal["linuxproc", "pgid"]
+"""`linuxproc`: a signal reaches every process below the task that Slurm started. `pgid`: that task and what shares its process group; of a job of
+ours the task alone, as with `proctrack/cgroup`, which clusters have and which needs a host's cgroups.
+"""
 _JOBS_END_S = 40.0
 """A little more than `KillWait`, after which Slurm kills what heard no SIGTERM."""
 
@@ -83,6 +96,11 @@ class Cluster:
         words = self.call("scontrol", "-o", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def states(self, job_id: str) -> list[str]:
+        """State of each group of a job's hosts."""
+        lines = self.call("scontrol", "-o", "show", "job", job_id).splitlines()
+        return [line.split("JobState=")[1].split()[0] for line in lines]
+
     def wait(self, job_id: str, *states: str, seconds: float = 240.0) -> dict[str, str]:
         """Wait until a job is in one of the states; its fields."""
         end = time.monotonic() + seconds
@@ -101,18 +119,37 @@ class Cluster:
         self.daemons["slurmctld"] = _start(self.folder, self.environ, ("slurmctld", "-D", "-c"))
         self.call("squeue")  # it waits until slurmctld answers
 
+    def lose_host(self, name: str) -> None:
+        """Everything of a host is gone at once: slurmd, and what it started for jobs. slurmctld finds out after `SlurmdTimeout`."""
+        victims = [self.daemons.pop(name).pid]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                environ = process.environ()
+                mine = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]
+                if mine and (environ.get("SLURMD_NODENAME") == name or f"-N {name}" in " ".join(process.cmdline())):
+                    victims.append(process.pid)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def return_host(self, name: str) -> None:
+        """A host that was lost is back."""
+        self.daemons[name] = _start(self.folder, self.environ, ("slurmd", "-D", "-N", name))
+        _wait_until_idle(self)
+
 
 @contextmanager
-def running(folder: Path, *, accounts: bool = False) -> Iterator[Cluster]:
+def running(folder: Path, *, accounts: bool = False, tracking: Tracking = "linuxproc") -> Iterator[Cluster]:
     """The cluster, until the end of the block. Its daemons are children of this process, in the foreground.
 
-    `accounts`: it keeps them in a slurmdbd, which knows the account `research` and takes no job of another.
+    `accounts`: it keeps them in a slurmdbd, which knows the account `research` and takes no job of another. `tracking`: how it knows the
+    processes of a job, and with that which of them a signal reaches.
     """
     programs = (*PROGRAMS, *(slurm_accounts.PROGRAMS if accounts else ()))
     missing = [name for name in programs if shutil.which(name, path=_path()) is None]
     assert not missing, f"not installed: {', '.join(missing)}; run `make install-system`"
     ports = _free_ports(NODES + 3)
-    _write_conf(folder, ports, accounts=accounts)
+    _write_conf(folder, ports, accounts=accounts, tracking=tracking)
     environ = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(), "HOME": str(folder), "LANG": "C.UTF-8"}
     environ |= {
         name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE") if name in os.environ
@@ -159,7 +196,7 @@ def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
-def _write_conf(folder: Path, ports: Sequence[int], *, accounts: bool) -> None:
+def _write_conf(folder: Path, ports: Sequence[int], *, accounts: bool, tracking: Tracking) -> None:
     folder.chmod(0o755)
     for name in ("state", "spool", "dev"):
         (folder / name).mkdir()
@@ -179,7 +216,8 @@ def _write_conf(folder: Path, ports: Sequence[int], *, accounts: bool) -> None:
     (folder / "plugstack.conf").write_text(f"required {plugin}\n")
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     kept = slurm_accounts.configure(folder, host, user, *ports[-2:]) if accounts else NO_ACCOUNTS
-    text = CONF.format(host=host, folder=folder, port=ports[0], nodes=nodes, last=NODES, user=user, accounts=kept)
+    places = {"host": host, "folder": folder, "port": ports[0], "nodes": nodes, "last": NODES}
+    text = CONF.format(**places, user=user, accounts=kept, tracking=tracking)
     (folder / "slurm.conf").write_text(text)
 
 

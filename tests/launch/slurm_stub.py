@@ -17,6 +17,9 @@ echo "$SLURM_PROCID.${SLURM_RESTART_COUNT:-0}: $*"
 case $(cat FOLDER/behaviour) in
   tell) echo "$GIVEN_IMAGE | $GIVEN_MOUNTS | $GIVEN_WORKDIR | $GIVEN_NO_HOME | $PWD | $SECRET_WORD$MY_WORD";;
   save) while [ ! -e "$4" ]; do sleep 0.1; done; exit 75;;
+  heed) trap 'exit 75' TERM; while true; do sleep 0.1; done;;
+  late) trap 'sleep 5; exit 75' TERM; while true; do sleep 0.1; done;;
+  deaf) trap '' TERM; while true; do sleep 0.1; done;;
   nap) sleep NAP_S; exit 3;;
   *) exit $(cat FOLDER/behaviour);;
 esac
@@ -38,10 +41,9 @@ class Stub:
     def does(self, behaviour: str) -> None:
         (self.folder / "behaviour").write_text(behaviour)
 
-    def spec(self, extra: str = "", *, nodes: int = 1) -> Path:
-        return write_job(
-            self.folder, self.output, nodes=nodes, addresses={}, extra=f"  image: some/image@sha256:aa\n{extra}"
-        )
+    def spec(self, extra: str = "", *, nodes: int = 1, engine: str = "embedded") -> Path:
+        lines = f"  image: some/image@sha256:aa\n{extra}"
+        return write_job(self.folder, self.output, nodes=nodes, addresses={}, extra=lines, engine=engine)
 
     def submit(self, spec: Path, *further: str) -> subprocess.CompletedProcess[str]:
         return nrl("submit", str(spec), "--to", "slurm", *further, environ=self.environ, cwd=self.folder)
@@ -55,21 +57,25 @@ class Stub:
         """What the stub and Slurm wrote, without Slurm's own remarks."""
         path = self.jobs / "0001" / name
         return (
-            [line for line in path.read_text().splitlines() if not line.startswith(("srun:", "slurmstepd"))]
+            [
+                line
+                for line in path.read_text().splitlines()
+                if not line.startswith(("srun:", "slurmstepd", "Terminated"))
+            ]
             if path.exists()
             else []
         )
 
     def restart(self, job: str, behaviour: str) -> None:
         """Wait until the job is requeued, and start it again, with another behaviour."""
-        wait_until(lambda: self.slurm.job(job)["JobState"] == "PENDING", lambda: str(self.slurm.job(job)))
+        wait_until(lambda: set(self.slurm.states(job)) == {"PENDING"}, lambda: str(self.slurm.states(job)))
         self.does(behaviour)
         start_now(self.slurm, job)
 
 
 def start_now(slurm: Cluster, job: str) -> None:
     """Start a requeued job without the two minutes that Slurm gives its hosts to clean up, once they have."""
-    wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", lambda: str(slurm.job(job)))
+    wait_until(lambda: set(slurm.states(job)) == {"PENDING"}, lambda: str(slurm.states(job)))
     wait_until(
         lambda: slurm.call("sinfo", "-h", "-p", "batch", "-t", "idle", "-o", "%D").strip() == "4",
         lambda: slurm.call("sinfo"),
