@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,16 +62,22 @@ def submit(request: Request) -> list[Submission]:
     return made
 
 
-def dry_run(request: Request) -> list[tuple[Job, Rendered]]:
-    """What `submit` would write and start, checked by the target itself; nothing is left behind. Errors as in `submit`."""
+def dry_run(
+    request: Request, show: Callable[[Job, Rendered], None] = lambda job, rendered: None
+) -> list[tuple[Job, Rendered]]:
+    """What `submit` would write and start, checked by the target itself; nothing is left behind. Errors as in `submit`.
+
+    `show` gets each job before the target sees it, so that it can be read where there is no such cluster.
+    """
     found = []
     target = registry.target(request.target)
     for part in _parts(request):
         job = _job(part, submission.jobs_folder(_output(part)) / _DRY_FOLDER)
         _refuse_problems(target, job)
         rendered = target.render(job)
-        target.dry_run(job, rendered)
         found.append((job, replace(rendered, files=_specs(job) | dict(rendered.files))))
+        show(*found[-1])
+        target.dry_run(job, rendered)
     return found
 
 

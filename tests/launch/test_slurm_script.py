@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError
-from nemo_rl_like.cli.commands.job import request_of
+from nemo_rl_like.artifacts.errors import OutputFolderError, SpecError, SubmitError
+from nemo_rl_like.cli.commands.job import request_of, show
 from nemo_rl_like.launch import registry
 from nemo_rl_like.launch.nemo_run import _stage_script
 from nemo_rl_like.launch.slurm.accounting import Accounts
@@ -157,6 +157,16 @@ def test_a_last_stage_that_is_none_is_refused_before_anything_is_rendered(target
         SpecError, match=f"--until is {re.escape(repr(until))}, and the stages are last; (name|did you)"
     ):
         dry_run(Request(job_of().spec, target, Path("/home/me"), until=until))
+
+
+def test_what_would_be_submitted_is_shown_where_there_is_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SubmitError, match="sbatch"):
+        show(Request(job_of().spec, "slurm", Path("/home/me")))
+    shown = capsys.readouterr().out
+    assert "/spec.yaml\n" in shown and "#SBATCH --signal=B:USR1@" in shown and "--- command\nsbatch --parsable" in shown
 
 
 def test_one_job_a_stage_ends_with_the_last_stage_that_was_asked_for() -> None:

@@ -16,7 +16,7 @@ from nemo_rl_like.launch import registry, submission
 from nemo_rl_like.launch.node.node import run_node
 from nemo_rl_like.launch.submission import Submission
 from nemo_rl_like.launch.submit import Request, dry_run, resubmit, status, submit, wait
-from nemo_rl_like.launch.target import JobStatus
+from nemo_rl_like.launch.target import Job, JobStatus, Rendered
 from nemo_rl_like.pipeline.records import read_status
 from nemo_rl_like.spec.loader import load_spec
 
@@ -80,11 +80,14 @@ def _seed(word: str) -> int:
 
 
 def show(request: Request) -> None:
-    """Print the files of a request and the command that would start it, once the target has accepted them."""
-    for job, rendered in dry_run(request):
-        for name, text in rendered.files.items():
-            typer.echo(f"--- {job.folder / name}\n{text}", nl=not text.endswith("\n"))
-        typer.echo(f"--- command\n{' '.join(rendered.command)}")
+    """Print the files of a request and the command that would start it, and let the target check them."""
+    dry_run(request, _print)
+
+
+def _print(job: Job, rendered: Rendered) -> None:
+    for name, text in rendered.files.items():
+        typer.echo(f"--- {job.folder / name}\n{text}", nl=not text.endswith("\n"))
+    typer.echo(f"--- command\n{' '.join(rendered.command)}")
 
 
 def start(request: Request, *, waits: bool) -> int:
