@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl_like.artifacts.errors import SpecError, SubmitError
-from nemo_rl_like.launch import registry, submission
+from nemo_rl_like.launch import layouts, registry, submission
 from nemo_rl_like.launch.node import token
 from nemo_rl_like.launch.submission import Record, Submission
 from nemo_rl_like.launch.target import Job, JobStatus, Rendered, Target
@@ -214,6 +214,7 @@ def _common_problems(job: Job) -> list[str]:
                 f"`{where}policy.layout` asks for {policy.layout.ranks} ranks, and the job has {devices} devices (`launch.nodes` x "
                 "`launch.devices_per_node`); raise them, or make dp * pp * cp * tp smaller"
             )
+    found += layouts.problems(spec, job.working_folder)
     if spec.cluster.address is not None:
         found.append(
             f"`cluster.address` is {spec.cluster.address}, and the job makes a cluster of its own; leave it out"
