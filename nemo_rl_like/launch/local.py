@@ -14,6 +14,7 @@ from nemo_rl_like.artifacts.errors import StoppedBySignal, SubmitError
 from nemo_rl_like.cluster.environment import allowed
 from nemo_rl_like.cluster.watchdog import start_time
 from nemo_rl_like.launch.lines import lines
+from nemo_rl_like.launch.node.devices import DevicesMissing, count_devices
 from nemo_rl_like.launch.target import Job, JobStatus, Rendered
 from nemo_rl_like.spec.launch import LaunchSpec
 
@@ -63,10 +64,16 @@ class LocalTarget:
         return Rendered({}, (*node, "--exit-code-file", str(job.folder / EXIT_CODE), *until))
 
     def dry_run(self, job: Job, rendered: Rendered) -> None:
-        """Nothing to ask: `problems` has said all."""
+        """Count this host's devices. Raises SubmitError where there are fewer than the job takes."""
+        launch = job.spec.launch
+        try:
+            count_devices(launch, launch.groups[0], "this host")
+        except DevicesMissing as error:
+            raise SubmitError(str(error)) from error
 
     def submit(self, job: Job, rendered: Rendered) -> str:
-        """Start it in a session of its own. Raises SubmitError."""
+        """Start it in a session of its own. Raises SubmitError, also where this host lacks devices."""
+        self.dry_run(job, rendered)
         secrets = {ref.env: os.environ[ref.env] for ref in job.spec.secrets.values() if ref.env in os.environ}
         environ = allowed(os.environ) | secrets
         environ.pop("RAY_ADDRESS", None)

@@ -121,6 +121,18 @@ def test_what_no_target_can_honour_is_named(tmp_path: Path, top: dict[str, Any],
         dry_run(request(tmp_path, **top))
 
 
+@pytest.mark.parametrize("start", [submit, dry_run])
+def test_a_host_without_the_gpus_is_told_before_anything_starts(
+    tmp_path: Path, start: Callable[[Request], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_rl_like.launch.node.devices.visible_gpus", lambda: 3)
+    words = r"`launch\.devices_per_node` is 4, but this host shows 3 GPUs .*`launch.accelerator: cpu` for none"
+    with pytest.raises(SubmitError, match=words):
+        start(request(tmp_path, launch={"devices_per_node": 4}))
+    assert not list(tmp_path.rglob("*.yaml"))
+    dry_run(request(tmp_path, launch={"devices_per_node": 3}))
+
+
 def test_a_dry_run_shows_the_resolved_spec_and_leaves_nothing(tmp_path: Path) -> None:
     ((job, rendered),) = dry_run(request(tmp_path))
     assert list(tmp_path.iterdir()) == []
