@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ LEFTOVERS = ".tmp-*"
 
 Start = Literal["new", "resume", "overwrite"]
 
+_ATTEMPTS, _PAUSE_S = 5, 0.1
+
 
 def check_output(path: Path, start: Start) -> None:
     """Refuse early what `RunFolder.open` would refuse; changes nothing.
@@ -33,6 +36,13 @@ def check_output(path: Path, start: Start) -> None:
     Raises:
         OutputFolderError: see `RunFolder.open`.
     """
+    _check_content(path, start)
+    holder = holder_of(path)
+    if holder is not None:
+        raise _in_use(path, holder)
+
+
+def _check_content(path: Path, start: Start) -> None:
     nearest = nearest_existing(path)
     if not nearest.is_dir():
         what = "is a file" if nearest == path else f"lies below {nearest}, which is a file"
@@ -69,7 +79,7 @@ class RunFolder:
             OutputFolderError: it is a file, not writable, holds foreign files or a run that was not to be touched, or another
                 process uses it.
         """
-        check_output(path, start)
+        _check_content(path, start)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / MARKER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -79,7 +89,7 @@ class RunFolder:
             ) from error
         try:
             _take(lock, path)
-            check_output(path, start)
+            _check_content(path, start)
             if start == "overwrite":
                 _clear(path)
             _remove_leftovers(path)
@@ -116,23 +126,35 @@ def holder_of(path: Path) -> str | None:
     try:
         fcntl.flock(marker, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return os.pread(marker, 200, 0).decode(errors="replace").strip() or "another process"
+        return _named(marker)
     finally:
         os.close(marker)
     return None
 
 
+def _in_use(path: Path, holder: str) -> OutputFolderError:
+    return OutputFolderError(f"output folder {path} is in use by {holder}; wait for it or stop it first")
+
+
 def _take(lock: int, path: Path) -> None:
-    """Lock the marker, or say who holds it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise OutputFolderError(f"output folder {path} cannot be locked: {error.strerror}") from error
-        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-        raise OutputFolderError(f"output folder {path} is in use by {holder}; wait for it or stop it first") from error
+    """Lock the marker, or say who holds it. `holder_of` in another process has it for a moment, which is waited for."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise OutputFolderError(f"output folder {path} cannot be locked: {error.strerror}") from error
+            if attempt == _ATTEMPTS - 1:
+                raise _in_use(path, _named(lock)) from error
+            time.sleep(_PAUSE_S)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _named(marker: int) -> str:
+    """What the marker says of its holder."""
+    return os.pread(marker, 200, 0).decode(errors="replace").strip() or "another process"
 
 
 def _clear(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -67,9 +68,21 @@ def test_a_running_run_is_not_disturbed_and_named(tmp_path: Path, start: Start) 
         (folder / "work").write_text("in progress")
         if start == "new":
             (folder / "work").unlink()
-        with pytest.raises(OutputFolderError, match=f"in use by process {os.getpid()}"):
-            RunFolder.open(folder, start)
+        for refuse in (RunFolder.open, check_output):
+            with pytest.raises(OutputFolderError, match=f"in use by process {os.getpid()}"):
+                refuse(folder, start)
         assert start == "new" or (folder / "work").read_text() == "in progress"
+    RunFolder.open(folder, "resume").close()
+
+
+def test_who_only_asks_whether_a_run_lives_keeps_none_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`holder_of` of another process has the lock for a moment."""
+    folder = a_run(tmp_path / "run")
+    asking = os.open(folder / MARKER, os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr("nemo_rl_like.pipeline.run_folder.time.sleep", lambda seconds: os.close(asking))
     RunFolder.open(folder, "resume").close()
 
 
