@@ -41,7 +41,7 @@ def ray_of(folder: Path, *hosts: HostRole) -> Iterator[str]:
             block, holder = take(PortsSpec(), f"{folder}-{role}")
             undo.enter_context(holder)
             environ = allowed(os.environ) | {"RAY_AUTH_MODE": "disabled"}
-            daemons.start(block, address, Resources(2, 0, 80 << 20, role), environ, head)
+            daemons.start(block, address, Resources(2, 0, 80 << 20, role), environ, head, seconds=120)
             if head is None:
                 head = f"{address}:{block.gcs}"
                 wait_for(address, block.gcs, daemons.log)

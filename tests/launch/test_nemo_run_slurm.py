@@ -34,7 +34,8 @@ class Submitter:
         program = folder / "bin/nrl"
         program.write_text(PROGRAM.replace("FOLDER", str(folder)).replace("PYTHON", sys.executable), encoding="utf-8")
         self.python = made.python
-        self.environ = slurm.environ | {"PATH": f"{folder}/bin:{slurm.environ['PATH']}", "HOME": str(folder)}
+        own = {name: made.variables[name] for name in ("PYTHONPATH", "HOME")}
+        self.environ = slurm.environ | own | {"PATH": f"{folder}/bin:{slurm.environ['PATH']}"}
 
     def nrl(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(self.python), "-m", "nemo_rl_like", *words]

@@ -153,6 +153,20 @@ def test_a_contradicting_place_ends_before_anything_is_started(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_host_that_waits_for_a_head_that_was_stopped_before_it_listened_is_stopped_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's file reaches all; a head that had read it already is gone, and nobody would tell this host until its deadline."""
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    path, stop = tmp_path / "spec.yaml", tmp_path / "stop"
+    spec = spec_of(nodes=2, doctor=False, start_timeout_s=30.0, auth="disabled")
+    path.write_text(resolved_yaml(spec.model_copy(update={"output": str(tmp_path / "run")})))
+    stop.touch()
+    assert run_node(path, stop_file=stop) == 75
+
+
 def test_a_signal_that_was_held_is_heard_once_it_is_answered() -> None:
     early: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: early.append(number))

@@ -91,9 +91,11 @@ def test_a_job_that_is_preempted_while_it_is_cancelled_stays_ended(stub: Stub) -
 
 @pytest.mark.parametrize("partition", ["spare", "batch"])
 def test_a_preempted_run_saves_and_equals_one_that_never_was(slurm: Cluster, tmp_path: Path, partition: str) -> None:
-    """With a grace time, and with the 30 s of `KillWait` alone, at whose beginning Slurm ends the script."""
+    """With a grace time, and with the 30 s of `KillWait` alone, at whose beginning Slurm ends the script, and with it the step's way to the log."""
     preempt_in_the_middle(slurm, tmp_path, partition)
-    assert "will save a checkpoint after this step and stop" in log_of(tmp_path / "run", characters=20000)
+    logged = log_of(tmp_path / "run", characters=20000)
+    assert "stage rl: resume (stopped half-way)" in logged, "it saved, and was not killed"
+    assert ("will save a checkpoint after this step and stop" in logged) == (partition == "spare")
 
 
 def test_a_run_whose_workers_are_told_too_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:

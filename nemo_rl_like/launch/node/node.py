@@ -188,10 +188,12 @@ class _Host:
         return look
 
     def _follow(self, daemons: RayDaemons) -> int:
-        self.signals.stop_file = None  # the head reads it
         block, holder = take(self.launch.ports, f"{self.place.key}-{self.name}")
         with holder:
             member = self._join()
+            self.signals.stop_file = (
+                None  # the head, which may have read it before anybody could join, tells it from now on
+            )
             try:
                 self._start(daemons, block, member.address, member.ray_address)
                 return self._stay(daemons, member)
