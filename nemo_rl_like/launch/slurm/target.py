@@ -92,8 +92,8 @@ class SlurmTarget:
             mark.touch()
         running = self.status(job_id, folder).state == "running"
         ways: list[tuple[str, ...]] = [("--batch", "--signal=USR1")] if running and not told else [()]
-        if running and not told and len(marks) > 1:  # an array, of which no task that waits takes a signal
-            ways = [("--state=RUNNING", *ways[0]), ("--state=PENDING",)]
+        if running and not told and len(marks) > 1:  # an array; its tasks that wait go first, before the end of one starts them
+            ways = [("--state=PENDING",), ("--state=RUNNING", *ways[0])]
         for how in ways:
             done = call(("scancel", *how, job_id))
             if done.returncode != 0 and not any(words in done.stderr for words in _OVER):
