@@ -92,7 +92,7 @@ class SlurmTarget:
             mark.touch()
         running = self.status(job_id, folder).state == "running"
         ways: list[tuple[str, ...]] = [("--batch", "--signal=USR1")] if running and not told else [()]
-        if running and not told and len(marks) > 1:  # an array; its tasks that wait go first, before the end of one starts them
+        if running and not told and len(marks) > 1:  # an array: those that wait first, before another's end starts them
             ways = [("--state=PENDING",), ("--state=RUNNING", *ways[0])]
         for how in ways:
             done = call(("scancel", *how, job_id))
