@@ -48,10 +48,13 @@ class Submitter:
         spec.write_text(spec.read_text() + "  - {kind: evaluate}\n")
         return self.nrl("submit", str(spec), "--to", "slurm", "--via", "nemo-run", "--wait")
 
-    def job_ids(self) -> list[int]:
-        """Of all jobs so far, in the order of their submission."""
-        rows = self.slurm.call("sacct", "--noheader", "-X", "-P", "-a", "-S", "now-1days", "-o", "JobID").split()
-        return sorted(map(int, rows))
+    def job_ids(self, count: int | None = None) -> list[int]:
+        """Of all jobs so far, in the order of their submission; with `count`, once accounting has so many."""
+        ask = ("sacct", "--noheader", "-X", "-P", "-a", "-S", "now-1days", "-o", "JobID")
+        found = lambda: sorted(map(int, self.slurm.call(*ask).split()))
+        if count is not None:
+            wait_until(lambda: len(found()) == count, lambda: str(found()), seconds=60)
+        return found()
 
     def state(self, job: int) -> str:
         """Name and state of a job by accounting, for example `0-rl COMPLETED`."""
@@ -85,10 +88,10 @@ def test_two_hosts_are_one_job_a_stage_and_equal_a_run_on_one(submitter: Submitt
 
 def test_stages_are_dependent_jobs_and_after_one_that_failed_the_next_never_runs(submitter: Submitter) -> None:
     slurm, folder = submitter.slurm, submitter.folder
-    output = folder / "first"
+    output, before = folder / "first", len(submitter.job_ids())
     done = submitter.submit(output)
     assert done.returncode == 0, done.stdout + done.stderr
-    first = submitter.job_ids()
+    first = submitter.job_ids(before + 2)
     assert [submitter.state(job) for job in first[-2:]] == ["0-rl COMPLETED", "1-evaluate COMPLETED"]
     told = submitter.nrl("status", str(output)).stdout
     assert ": done (0-rl succeeded, 1-evaluate succeeded)" in told and "evaluate: done" in told, told
@@ -98,7 +101,7 @@ def test_stages_are_dependent_jobs_and_after_one_that_failed_the_next_never_runs
     (folder / "fails").touch()
     failed = submitter.submit(folder / "second")
     assert failed.returncode == 3 and "failed (0-rl failed" in failed.stdout, failed.stdout + failed.stderr
-    rl, evaluate = submitter.job_ids()[-2:]
+    rl, evaluate = submitter.job_ids(before + 4)[-2:]
     wait_until(lambda: submitter.state(rl) == "0-rl FAILED", lambda: submitter.state(rl), seconds=30)
     assert submitter.nrl("cancel", str(folder / "second")).returncode == 0
     wait_until(lambda: slurm.call("squeue", "--noheader") == "", lambda: slurm.call("squeue"))
