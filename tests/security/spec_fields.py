@@ -11,8 +11,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 INDEX, KEY, VALUE = "[]", "{key}", "{value}"
 """Steps of a path beside the names of fields: into a list, to the key and to the value of a mapping."""
 Path = tuple[str, ...]
-_MARKS = ("marked", "/marked", "8888:8888")
-_EXAMPLES = ("example", "/example", "7777:7777", 1, 64, 12000, 1.5, True)
+_MARKS = ("marked", "/marked", "8888:8888", "10.8.8.8")
+_EXAMPLES = ("example", "/example", "7777:7777", "10.7.7.7", 1, 64, 12000, 1.5, True)
 
 
 def texts(model: type[BaseModel]) -> list[Path]:
