@@ -160,7 +160,7 @@ def test_decoding_past_the_trained_context_goes_on_as_the_whole_row(model: Megat
 
 def test_the_check_compares_short_rows_at_the_models_one_choice(folder: Path, model: MegatronModel) -> None:
     ids = drawn(TRAINED - 2)
-    (want,) = _hugging_face(folder, [ids.tolist()], torch.float64)
+    (want,) = _hugging_face(folder, None, [ids.tolist()], torch.float64)
     assert (ours(model, ids) - want).abs().max() < 1e-4
 
 
