@@ -19,15 +19,24 @@ def problems(spec: ExperimentSpec, working_folder: Path) -> Iterator[str]:
         if not isinstance(stage, TRAINING_STAGES) or seen.policy.backend != "megatron":
             continue
         where = "" if stage.settings is None else f"stages.{stage_name(stage)}.settings."
-        try:
-            config = _shape(seen.model, working_folder)
-            if config is not None:
-                config.check_layout(seen.policy.layout)
-        except InputError as error:
-            found = str(error).replace("layout.", f"{where}policy.layout.", 1)
-            if found not in told:
-                yield found
-            told.add(found)
+        found = _problem(seen, working_folder, f"{where}policy.")
+        if found is not None and found not in told:
+            yield found
+        told.add(found)
+
+
+def _problem(spec: ExperimentSpec, working_folder: Path, block: str) -> str | None:
+    """What is wrong with a stage's model, or with its layout, whose fields are told as those of `block`."""
+    try:
+        config = _shape(spec.model, working_folder)
+    except InputError as error:
+        return str(error)
+    try:
+        if config is not None:
+            config.check_layout(spec.policy.layout)
+    except InputError as error:
+        return f"{block}{error}"
+    return None
 
 
 def _shape(model: ModelSpec, working_folder: Path) -> ModelConfig | None:

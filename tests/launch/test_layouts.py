@@ -58,10 +58,16 @@ def test_what_is_refused_is_what_the_run_would_refuse(sizes: dict[str, int]) -> 
 
 
 def test_a_folder_is_read_from_the_working_folder_where_it_is_there(tmp_path: Path) -> None:
+    """Whatever a folder is called, its path is told as it is."""
+    tmp_path = tmp_path / "layout.v1"
+    tmp_path.mkdir()
     shape = ModelConfig.from_init(spec_of({}).model.init, vocab_size=7)  # type: ignore[arg-type]
     there = spec_of({"tp": 8}, model={"path": "model"})
     assert not list(problems(there, tmp_path))
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
+    (told,) = problems(there, tmp_path)
+    assert told.startswith(f"{tmp_path}/model/config.json is not valid JSON")
     (tmp_path / "model" / "config.json").write_text(json.dumps(shape.to_hf_dict()))
     (told,) = problems(there, tmp_path)
     assert "policy.layout.tp is 8, which does not divide the model's kv_heads (4)" in told

@@ -100,11 +100,6 @@ def test_a_job_that_slurm_accepts_is_shown_and_not_started(slurm: Cluster, tmp_p
     assert not (tmp_path / "run.jobs").exists() and slurm.call("squeue", "-h") == ""
 
 
-@pytest.fixture
-def stub(slurm: Cluster, tmp_path: Path) -> Stub:
-    return Stub(slurm, tmp_path)
-
-
 def test_a_container_and_an_allow_list_reach_every_host(stub: Stub) -> None:
     """What srun's own parser made of the flags, in each task."""
     stub.does("tell")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +23,6 @@ GPUS = ("launch.accelerator=gpu", "launch.devices_per_node=8")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("slurm"), accounts=True) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def stub(slurm: Cluster, tmp_path: Path) -> Stub:
-    return Stub(slurm, tmp_path)
 
 
 def sacct(slurm: Cluster, job: str, columns: str) -> list[str]:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.jobs import nrl, wait_until
-from tests.launch.slurm_cluster import Cluster, running
+from tests.launch.slurm_cluster import Cluster
 from tests.launch.slurm_stub import Stub
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
 
 GROUPS = "  generation: {nodes: 1, partition: early}\n  slurm: {partition: late}\n"
 """Two hosts that train, and one that generates."""
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("slurm"), tracking="pgid") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def stub(slurm: Cluster, tmp_path: Path) -> Stub:
-    return Stub(slurm, tmp_path)
 
 
 def spec_of(stub: Stub, extra: str = "") -> Path:

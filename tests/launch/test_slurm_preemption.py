@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,6 @@ HELD = """\
         time.sleep(0.1)
 """
 """A reward that waits while a file is there, so that Slurm finds the run in the middle of a step on any host."""
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("slurm"), tracking="pgid") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def stub(slurm: Cluster, tmp_path: Path) -> Stub:
-    return Stub(slurm, tmp_path)
 
 
 def preempt(slurm: Cluster, folder: Path) -> str:

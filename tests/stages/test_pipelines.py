@@ -61,6 +61,13 @@ def ran(spec: ExperimentSpec) -> dict[str, str]:
     return {o.name: o.action for o in run_pipeline(spec, start="resume", plain=True).stages}
 
 
+def at_full_size(name: str, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Accuracies of a pipeline as it is shipped."""
+    monkeypatch.chdir(ROOT)
+    ran(load_spec(ROOT / f"configs/pipelines/{name}.yaml", [f"output={output}"]))
+    return accuracies(output)
+
+
 @pytest.mark.slow
 @pytest.mark.service
 @pytest.mark.timeout(900)
@@ -138,9 +145,7 @@ def test_adapters_are_merged_for_triton_and_exported_beside(tmp_path: Path, monk
 @pytest.mark.service
 @pytest.mark.timeout(3000)
 def test_the_three_stage_classic_learns_at_full_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    ran(load_spec(ROOT / "configs/pipelines/rlhf.yaml", [f"output={tmp_path / 'out'}"]))
-    found = accuracies(tmp_path / "out")
+    found = at_full_size("rlhf", tmp_path / "out", monkeypatch)
     assert found["ppo"] > found["sft"] + 0.2
 
 
@@ -148,9 +153,7 @@ def test_the_three_stage_classic_learns_at_full_size(tmp_path: Path, monkeypatch
 @pytest.mark.service
 @pytest.mark.timeout(3000)
 def test_a_student_comes_near_its_teacher_at_full_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    ran(load_spec(ROOT / "configs/pipelines/distil_reasoner.yaml", [f"output={tmp_path / 'out'}"]))
-    found = accuracies(tmp_path / "out")
+    found = at_full_size("distil_reasoner", tmp_path / "out", monkeypatch)
     assert found["teacher"] > found["teacher_sft"] + 0.2
     assert found["student"] > found["student_sft"] + 0.2
     assert found["student"] > found["teacher"] - 0.05

@@ -33,11 +33,10 @@ class Driver:
 
     def poll(self) -> int | None:
         """Exit code, once the driver has ended: its own, or 128 + n after signal n."""
-        code = self._process.poll()
-        if code is None:
+        if self._process.poll() is None:
             self._press()
             return None
-        return code if code >= 0 else 128 - code
+        return self._own
 
     def job_code(self, *, reach_workers: bool) -> int:
         """Exit code for this job, once the driver has ended: that of `poll`, or 75 where a signal that was passed on ended it.
@@ -45,11 +44,10 @@ class Driver:
         Args:
             reach_workers: the scheduler may send SIGTERM to every process of a job, so that a driver that failed after it has lost its workers to it.
         """
-        code = self._process.returncode
-        own = code if code >= 0 else 128 - code
+        own = self._own
         if self._lost_at is not None:
             return own
-        if -code in self._told:
+        if -self._process.returncode in self._told:
             return StoppedBySignal.exit_code
         if reach_workers and signal.SIGTERM in self._told and own not in _DECIDED:
             logger.warning(
@@ -58,6 +56,12 @@ class Driver:
             )
             return StoppedBySignal.exit_code
         return own
+
+    @property
+    def _own(self) -> int:
+        """Exit code of the driver that has ended, as a shell tells it."""
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
 
     def tell(self, number: int) -> None:
         """Pass a signal on."""

@@ -106,10 +106,15 @@ def _task(job_id: str) -> str:
     return f"-{number}" if array else ""
 
 
+def _mark(folder: Path, task: str) -> Path:
+    """File that says that a person ended a task: `-N`, or nothing for a whole job."""
+    return folder / f"{CANCELLED}{task}"
+
+
 def _marks(job_id: str, folder: Path) -> list[Path]:
-    """Files that say that a person ended the job, one a task."""
+    """Those of all tasks that the id names."""
     tasks = [path.stem.removeprefix("seed") for path in sorted(folder.glob("seed-*.yaml"))]
-    return [folder / f"{CANCELLED}{task}" for task in ([_task(job_id)] if "_" in job_id else tasks or [""])]
+    return [_mark(folder, task) for task in ([_task(job_id)] if "_" in job_id else tasks or [""])]
 
 
 def _sbatch(command: Sequence[str], job: Job, text: str | None = None) -> str:
@@ -136,7 +141,7 @@ def _fields(line: str) -> dict[str, str]:
 def _told(fields: Mapping[str, str], folder: Path) -> JobStatus:
     """One task, array task or group of hosts by slurmctld."""
     number = fields.get("ArrayTaskId", "")
-    mark = folder / (f"{CANCELLED}-{number}" if number else CANCELLED)
+    mark = _mark(folder, f"-{number}" if number else "")
     found = _status(fields["JobState"], fields.get("ExitCode", ""), fields.get("Reason", ""), cancelled=mark.exists())
     words = [f"seed {number}: {found.detail}" if number else found.detail]
     if found.state == "running" and fields.get("NodeList", "(null)") != "(null)":
